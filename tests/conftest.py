@@ -1,0 +1,11 @@
+"""Test configuration: 8 simulated devices, explicit rank promotion, warnings are errors."""
+
+import os
+
+# XLA reads these when the backend starts, so they come before the first jax call.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
