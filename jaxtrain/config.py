@@ -1,0 +1,338 @@
+"""The configuration of a run: frozen dataclasses, every default once.
+
+An experiment derives its own class from `RunConfig` and adds what it builds from:
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class LmConfig(RunConfig):
+        model: TransformerConfig = field(default_factory=TransformerConfig)
+        data: TextDataConfig = field(default_factory=TextDataConfig)
+
+Every field becomes a flag (`jaxtrain.flags`), is stored in the run's `config.json`, and says
+whether it may change when the run is resumed.
+"""
+
+import dataclasses
+import re
+
+from jaxtrain.errors import ConfigError
+from jaxtrain.fields import Config, Leaf, field, leaves
+
+__all__ = ["CheckpointConfig", "Config", "Leaf", "OptimizerConfig", "RunConfig", "field", "leaves"]
+
+_INT32_MAX = 2**31 - 1
+_RUN, _BATCH, _LOG, _NUMERICS, _DEVICES = (
+    "run",
+    "training length and batch",
+    "evaluation and logging",
+    "numerics",
+    "devices and compiler",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """What `optim.make_optimizer` builds."""
+
+    name: str = field(
+        "adamw",
+        choices=("adamw", "lion", "sgd"),
+        refused={
+            "muon": "optax's picks the wrong leaves of stacked layers; use adamw, lion or sgd",
+            "adafactor": "its factored state is not placed yet; use adamw, lion or sgd",
+        },
+        help="optimizer; --optimizer=NAME is the same",
+    )
+    learning_rate: float = field(1e-3, positive=True, help="peak learning rate, after warm-up")
+    schedule: str = field(
+        "cosine",
+        choices=("constant", "cosine", "linear", "wsd"),
+        help="learning rate after the warm-up; wsd: constant, then a linear decay",
+    )
+    warmup_steps: int = field(
+        0, unit="steps", minimum=0, maximum=_INT32_MAX, help="linear warm-up from 0, any schedule"
+    )
+    final_learning_rate_ratio: float = field(
+        0.1,
+        minimum=0,
+        maximum=1,
+        used_when={"schedule": ("cosine", "linear", "wsd")},
+        help="learning rate at the last step, as a share of the peak",
+    )
+    decay_fraction: float = field(
+        0.2,
+        above=0,
+        maximum=1,
+        used_when={"schedule": ("wsd",)},
+        help="share of the steps at the end over which wsd decays",
+    )
+    b1: float = field(
+        0.9,
+        minimum=0,
+        below=1,
+        used_when={"name": ("adamw", "lion")},
+        help="decay of the first moment",
+    )
+    b2: float = field(
+        0.95,
+        minimum=0,
+        below=1,
+        used_when={"name": ("adamw", "lion")},
+        help="decay of the second moment (lion: of its momentum; its authors use 0.99)",
+    )
+    eps: float = field(
+        1e-8, positive=True, used_when={"name": ("adamw",)}, help="added to the denominator"
+    )
+    momentum: float = field(
+        0.0, minimum=0, below=1, used_when={"name": ("sgd",)}, help="momentum; 0: none"
+    )
+    weight_decay: float = field(0.1, minimum=0, help="decoupled weight decay; 0: none")
+    no_decay: str = field(
+        r"(^|/)(bias|scale)$|(^|/)position/",
+        pattern=True,
+        help="parameters without decay: regular expression, searched in the path",
+    )
+    freeze: str = field(
+        "",
+        pattern=True,
+        help="parameters that stay as they are: regular expression, searched in the path",
+    )
+    clip_norm: float = field(1.0, minimum=0, help="largest global gradient norm; 0: no clipping")
+    no_clip: str = field(
+        "",
+        pattern=True,
+        help="parameters whose gradients clipping neither counts nor scales: regular expression, "
+        "searched in the path",
+    )
+    ema_decay: float = field(
+        0.0, minimum=0, below=1, help="decay of the moving average of the parameters; 0: none kept"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Config):
+    """When checkpoints are written, which are kept, and what a new run starts from."""
+
+    every_steps: int = field(
+        100,
+        unit="steps",
+        minimum=0,
+        on_resume="free",
+        help="cadence of checkpoints; 0: only the last step is saved",
+    )
+    keep_last: int = field(
+        3, unit="checkpoints", minimum=1, on_resume="free", help="how many of the newest are kept"
+    )
+    keep_every_steps: int = field(
+        0,
+        unit="steps",
+        minimum=0,
+        on_resume="free",
+        help="steps divisible by it are kept for good; 0: none",
+    )
+    restore_from: str = field(
+        "",
+        on_resume="free",
+        help="another run's directory to start from (parameters, optimizer, step)",
+    )
+    restore_step: int = field(
+        -1, unit="step", minimum=-1, on_resume="free", help="the step to restore; -1: the newest"
+    )
+    partial_restore: str = field(
+        "",
+        pattern=True,
+        on_resume="free",
+        help="parameters that --checkpoint.restore_from may lack or hold in another shape; they "
+        "keep their initial values: regular expression, searched in the path",
+    )
+    overwrite: bool = field(
+        False,
+        on_resume="free",
+        help="start anew in a directory that holds checkpoints; they are deleted",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """What every experiment has; its flags are flat (`--num_steps`), the sections dotted."""
+
+    workdir: str = field(
+        "",
+        group=_RUN,
+        on_resume="free",
+        help="directory of the run: config, metrics, checkpoints, report; empty: no files",
+    )
+    resume: str = field(
+        "auto",
+        choices=("auto", "never", "must"),
+        group=_RUN,
+        on_resume="free",
+        help="auto: go on from the newest checkpoint if there is one; never, must: refuse "
+        "otherwise",
+    )
+    evaluate: bool = field(
+        False, group=_RUN, on_resume="free", help="only evaluate the newest checkpoint, whole"
+    )
+    audit: bool = field(
+        False, group=_RUN, on_resume="free", help="only print where every parameter lives"
+    )
+    num_steps: int = field(
+        1000,
+        unit="steps",
+        minimum=1,
+        maximum=_INT32_MAX,
+        group=_BATCH,
+        on_resume="free",
+        help="length of the run; the learning rate schedule ends there",
+    )
+    global_batch_size: int = field(
+        32,
+        unit="rows",
+        minimum=1,
+        group=_BATCH,
+        on_resume="free",
+        help="rows per step, over all devices",
+    )
+    accumulate_steps: int = field(
+        1,
+        unit="micro-batches",
+        minimum=1,
+        group=_BATCH,
+        on_resume="free",
+        help="micro-batches that a step is computed in",
+    )
+    seed: int = field(
+        0,
+        minimum=0,
+        # jax.random.key takes larger numbers and uses the lower 32 bits: 2**32 would be 0.
+        maximum=2**32 - 1,
+        group=_BATCH,
+        help="of initial values, order of the data, and noise",
+    )
+    eval_every_steps: int = field(
+        100,
+        unit="steps",
+        minimum=0,
+        group=_LOG,
+        on_resume="free",
+        help="cadence of evaluation; 0: only after the last step",
+    )
+    eval_batches: int = field(
+        16,
+        unit="batches",
+        minimum=0,
+        group=_LOG,
+        on_resume="free",
+        help="size of an evaluation; 0: all data; the last evaluation is always whole",
+    )
+    log_every_steps: int = field(
+        10,
+        unit="steps",
+        minimum=0,
+        group=_LOG,
+        on_resume="free",
+        help="cadence of metrics; 0: never",
+    )
+    profile: str = field(
+        "",
+        group=_LOG,
+        on_resume="free",
+        help="START:STOP, steps whose profile goes to workdir/profile; empty: none",
+    )
+    precision: str = field(
+        "float32",
+        choices=("float32", "bfloat16"),
+        group=_NUMERICS,
+        help="dtype of the computation; parameters, norms and losses stay float32",
+    )
+    nonfinite: str = field(
+        "stop",
+        group=_NUMERICS,
+        on_resume="free",
+        help="stop: end the run at a non-finite loss or gradient; skip:N: leave out such steps, "
+        "end after N in a row",
+    )
+    remat: str = field(
+        "none",
+        choices=("none", "dots", "full"),
+        group=_NUMERICS,
+        on_resume="free",
+        help="what the backward pass computes again to save memory; dots: all but matrix products",
+    )
+    deterministic: bool = field(
+        False, group=_NUMERICS, on_resume="free", help="bit-reproducible on GPUs, at a price"
+    )
+    mesh: str = field(
+        "fsdp:-1",
+        group=_DEVICES,
+        on_resume="free",
+        help="sizes of the axes data, fsdp, tensor, e.g. data:2,fsdp:-1; -1: the devices left",
+    )
+    allow_replicated: float = field(
+        0.02,
+        minimum=0,
+        maximum=1,
+        group=_DEVICES,
+        on_resume="free",
+        help="share of the bytes that may be replicated although a rule could shard them",
+    )
+    num_cpu_devices: int = field(
+        0,
+        unit="devices",
+        minimum=0,
+        group=_DEVICES,
+        on_resume="free",
+        help="simulated devices on CPU; 0: as JAX finds them",
+    )
+    xla_preset: str = field(
+        "default",
+        choices=("default", "none"),
+        group=_DEVICES,
+        on_resume="free",
+        help="compiler options: ours for the device, or none",
+    )
+    compilation_cache_dir: str = field(
+        "",
+        group=_DEVICES,
+        on_resume="free",
+        help="keeps compiled programs; empty: the user's cache on accelerators, none on CPU; "
+        "none: off",
+    )
+    memory_fraction: float = field(
+        0.9,
+        above=0,
+        maximum=1,
+        group=_DEVICES,
+        on_resume="free",
+        help="share of an accelerator's memory that JAX takes",
+    )
+    huge_pages: str = field(
+        "auto",
+        choices=("auto", "off"),
+        group=_DEVICES,
+        on_resume="free",
+        help="auto: transparent huge pages for malloc on CPU, where the C library has them",
+    )
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nonfinite != "stop" and not re.fullmatch(r"skip:[1-9][0-9]*", self.nonfinite):
+            raise ConfigError(
+                f"nonfinite={self.nonfinite} must be stop, or skip:N with N at least 1"
+            )
+        if self.profile:
+            self._profile_window()
+
+    @property
+    def max_skipped(self) -> int:
+        """How many non-finite steps in a row are left out before the run ends; 0: none."""
+        return 0 if self.nonfinite == "stop" else int(self.nonfinite.removeprefix("skip:"))
+
+    def _profile_window(self) -> tuple[int, int]:
+        match = re.fullmatch(r"(\d+):(\d+)", self.profile)
+        if not match or int(match[1]) >= int(match[2]):
+            raise ConfigError(
+                f"profile={self.profile} must be START:STOP, two steps with START before STOP"
+            )
+        return int(match[1]), int(match[2])

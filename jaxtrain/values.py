@@ -1,0 +1,166 @@
+"""Single values of a configuration: shown, read from text, checked; and words for what is wrong.
+
+The functions raise ValueError with a rule ("must be at least 1 steps"); the caller, who knows
+the name of the field and where the value came from, makes the sentence.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+_SCALARS = (bool, int, float, str)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What a field knows besides its name, type and default; see `field`."""
+
+    help: str = ""
+    unit: str = ""
+    group: str = ""
+    choices: tuple[Any, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    on_resume: Literal["fixed", "free"] = "fixed"
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    pattern: bool = False
+    used_when: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+
+def show(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, tuple):
+        return ",".join(show(v) for v in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else repr(value)
+
+
+def coerce(hint: Any, value: Any) -> Any:
+    """`value` as the type `hint`, if that loses nothing; else ValueError with the rule."""
+    item = _item_type(hint)
+    if item is not None:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError("must be a list")
+        return tuple(coerce(item, v) for v in value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+    elif hint is str:
+        if not isinstance(value, str):
+            raise ValueError("must be text")
+    elif hint is int:
+        if not is_number or value != value or value in (math.inf, -math.inf) or value % 1:
+            raise ValueError("must be a whole number")
+        value = int(value)
+    else:
+        if not is_number or not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        value = float(value)
+    return value
+
+
+def _item_type(hint: Any) -> Any:
+    """The element type of `tuple[T, ...]`, None for a scalar; TypeError for anything else."""
+    if hint in _SCALARS:
+        return None
+    match typing.get_args(hint):
+        case (item, tail) if typing.get_origin(hint) is tuple and tail is ... and item in _SCALARS:
+            return item
+    raise TypeError(f"a Config field is bool, int, float, str or tuple[one of them, ...]: {hint}")
+
+
+def parse_text(hint: Any, text: str) -> Any:
+    """The value that `text` from a command line means; else ValueError with the rule."""
+    item = _item_type(hint)
+    if item is not None:
+        return tuple(parse_text(item, part.strip()) for part in text.split(",") if part.strip())
+    if hint is str:
+        return text
+    if hint is bool:
+        lowered = text.lower()
+        if lowered not in ("true", "t", "yes", "1", "false", "f", "no", "0"):
+            raise ValueError("must be true or false")
+        return lowered in ("true", "t", "yes", "1")
+    try:
+        return int(text) if hint is int else coerce(float, float(text))
+    except ValueError:
+        pass
+    rule = "must be a whole number" if hint is int else "must be a finite number"
+    if re.fullmatch(r"[-+]?\d+,\d+", text):
+        rule += "; a comma is not a decimal point"
+    if hint is int:
+        try:
+            number = float(text)
+        except ValueError:
+            raise ValueError(rule) from None
+        if math.isfinite(number) and number == int(number):
+            if "e" not in text.lower():
+                return int(number)
+            rule += f" written out; use {int(number)}"
+    raise ValueError(rule)
+
+
+def check(meta: Meta, value: Any) -> None:
+    """Raises ValueError with the rule if `value` breaks the limits in `meta`."""
+    for v in value if isinstance(value, tuple) else (value,):
+        if isinstance(v, str) and v in meta.refused:
+            raise ValueError(f"is not available: {meta.refused[v]}")
+        if meta.choices and v not in meta.choices:
+            names = [show(choice) for choice in meta.choices]
+            raise ValueError(f"must be one of {', '.join(names)}{did_you_mean(str(v), names)}")
+        limits = (
+            ("at least", meta.minimum, lambda a, b: a >= b),
+            ("at most", meta.maximum, lambda a, b: a <= b),
+            ("greater than", meta.above, lambda a, b: a > b),
+            ("less than", meta.below, lambda a, b: a < b),
+        )
+        if any(limit is not None and not holds(v, limit) for _, limit, holds in limits):
+            rules = [f"{words} {limit}" for words, limit, _ in limits if limit is not None]
+            raise ValueError(f"must be {' and '.join(rules)}{meta.unit and ' ' + meta.unit}")
+        if meta.pattern:
+            try:
+                re.compile(v)
+            except re.error as error:
+                raise ValueError(f"must be a regular expression: {error}") from None
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """'; did you mean X?' for the nearest of `names`, or ''."""
+    near = nearest(name, names)
+    return f"; did you mean {near}?" if near else ""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The most likely meaning of a misspelt `name`, by whole path, last part or initials."""
+    best, best_score = "", 0.0
+    name = name.lower().replace("-", "_")
+    for candidate in names:
+        last = candidate.rpartition(".")[2]
+        initials = "".join(word[:1] for word in last.split("_"))
+        scores = [_similarity(name, candidate), _similarity(name, last)]
+        scores.append(0.9 if name == initials else 0.0)
+        scores.append(0.8 if name in last.split("_") or last.endswith(f"_{name}") else 0.0)
+        scores.append(max(_similarity(name, word) for word in last.split("_")) - 0.1)
+        if max(scores) > best_score:
+            best, best_score = candidate, max(scores)
+    return best if best_score >= 0.6 else ""
+
+
+def _similarity(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b.lower()).ratio()
+
+
+def join_problems(source: str, problems: Sequence[str]) -> str:
+    """One sentence for one problem, a list for several."""
+    if len(problems) == 1:
+        return f"{source}: {problems[0]}" if source else problems[0]
+    head = f"{source}: {len(problems)} problems" if source else f"{len(problems)} problems"
+    return "\n  ".join([f"{head}:", *problems])
