@@ -1,0 +1,1 @@
+"""Models as pure functions; the only package that imports flax."""
