@@ -15,6 +15,7 @@ import difflib
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -89,7 +90,7 @@ def resolve_mesh(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
 def make_mesh(
     mesh: str | Mapping[str, int] = "fsdp:-1",
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     devices_per_node: int | None = None,
 ) -> Mesh:
     """Makes the mesh over all devices, or over exactly those given.
@@ -188,7 +189,7 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
         )
 
 
-def _over_nodes(devices: Sequence[jax.Device], factors: Mapping[str, tuple[int, int]]):
+def _over_nodes(devices: Sequence[Any], factors: Mapping[str, tuple[int, int]]):
     """Arranges devices so that the inner part of every axis lies within one node."""
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     across = [factors[axis][0] for axis in AXES]
@@ -217,7 +218,7 @@ def _warn_if_split_badly(
     )
 
 
-def _devices_per_process(devices: Sequence[jax.Device]) -> int:
+def _devices_per_process(devices: Sequence[Any]) -> int:
     counts = collections.Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"process {i}: {n}" for i, n in sorted(counts.items()))
