@@ -12,14 +12,44 @@ whether it may change when the run is resumed.
 """
 
 import dataclasses
+import functools
 import re
+from typing import ClassVar
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.fields import Config, Leaf, field, leaves
+from jaxtrain.fields import Config, Leaf, field, leaves, record_reads, unread
+from jaxtrain.resolve import (
+    Difference,
+    dump,
+    from_dict,
+    replace_paths,
+    resume_differences,
+    summary,
+    to_dict,
+)
 
-__all__ = ["CheckpointConfig", "Config", "Leaf", "OptimizerConfig", "RunConfig", "field", "leaves"]
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "Difference",
+    "Leaf",
+    "OptimizerConfig",
+    "RunConfig",
+    "dump",
+    "field",
+    "from_dict",
+    "leaves",
+    "record_reads",
+    "replace_paths",
+    "resume_differences",
+    "summary",
+    "to_dict",
+    "unread",
+]
 
 _INT32_MAX = 2**31 - 1
+# A field that may change when a run is resumed.
+_free = functools.partial(field, on_resume="free")
 _RUN, _BATCH, _LOG, _NUMERICS, _DEVICES = (
     "run",
     "training length and batch",
@@ -112,42 +142,27 @@ class OptimizerConfig(Config):
 class CheckpointConfig(Config):
     """When checkpoints are written, which are kept, and what a new run starts from."""
 
-    every_steps: int = field(
-        100,
-        unit="steps",
-        minimum=0,
-        on_resume="free",
-        help="cadence of checkpoints; 0: only the last step is saved",
+    every_steps: int = _free(
+        100, unit="steps", minimum=0, help="cadence of checkpoints; 0: only the last step is saved"
     )
-    keep_last: int = field(
-        3, unit="checkpoints", minimum=1, on_resume="free", help="how many of the newest are kept"
+    keep_last: int = _free(3, unit="checkpoints", minimum=1, help="how many of the newest are kept")
+    keep_every_steps: int = _free(
+        0, unit="steps", minimum=0, help="steps divisible by it are kept for good; 0: none"
     )
-    keep_every_steps: int = field(
-        0,
-        unit="steps",
-        minimum=0,
-        on_resume="free",
-        help="steps divisible by it are kept for good; 0: none",
+    restore_from: str = _free(
+        "", help="another run's directory to start from (parameters, optimizer, step)"
     )
-    restore_from: str = field(
-        "",
-        on_resume="free",
-        help="another run's directory to start from (parameters, optimizer, step)",
+    restore_step: int = _free(
+        -1, unit="step", minimum=-1, help="the step to restore; -1: the newest"
     )
-    restore_step: int = field(
-        -1, unit="step", minimum=-1, on_resume="free", help="the step to restore; -1: the newest"
-    )
-    partial_restore: str = field(
+    partial_restore: str = _free(
         "",
         pattern=True,
-        on_resume="free",
         help="parameters that --checkpoint.restore_from may lack or hold in another shape; they "
         "keep their initial values: regular expression, searched in the path",
     )
-    overwrite: bool = field(
-        False,
-        on_resume="free",
-        help="start anew in a directory that holds checkpoints; they are deleted",
+    overwrite: bool = _free(
+        False, help="start anew in a directory that holds checkpoints; they are deleted"
     )
 
 
@@ -155,49 +170,38 @@ class CheckpointConfig(Config):
 class RunConfig(Config):
     """What every experiment has; its flags are flat (`--num_steps`), the sections dotted."""
 
-    workdir: str = field(
+    _path: ClassVar[str | None] = ""
+
+    workdir: str = _free(
         "",
         group=_RUN,
-        on_resume="free",
         help="directory of the run: config, metrics, checkpoints, report; empty: no files",
     )
-    resume: str = field(
+    resume: str = _free(
         "auto",
         choices=("auto", "never", "must"),
         group=_RUN,
-        on_resume="free",
         help="auto: go on from the newest checkpoint if there is one; never, must: refuse "
         "otherwise",
     )
-    evaluate: bool = field(
-        False, group=_RUN, on_resume="free", help="only evaluate the newest checkpoint, whole"
-    )
-    audit: bool = field(
-        False, group=_RUN, on_resume="free", help="only print where every parameter lives"
-    )
-    num_steps: int = field(
+    evaluate: bool = _free(False, group=_RUN, help="only evaluate the newest checkpoint, whole")
+    audit: bool = _free(False, group=_RUN, help="only print where every parameter lives")
+    num_steps: int = _free(
         1000,
         unit="steps",
         minimum=1,
         maximum=_INT32_MAX,
         group=_BATCH,
-        on_resume="free",
         help="length of the run; the learning rate schedule ends there",
     )
-    global_batch_size: int = field(
-        32,
-        unit="rows",
-        minimum=1,
-        group=_BATCH,
-        on_resume="free",
-        help="rows per step, over all devices",
+    global_batch_size: int = _free(
+        32, unit="rows", minimum=1, group=_BATCH, help="rows per step, over all devices"
     )
-    accumulate_steps: int = field(
+    accumulate_steps: int = _free(
         1,
         unit="micro-batches",
         minimum=1,
         group=_BATCH,
-        on_resume="free",
         help="micro-batches that a step is computed in",
     )
     seed: int = field(
@@ -208,35 +212,25 @@ class RunConfig(Config):
         group=_BATCH,
         help="of initial values, order of the data, and noise",
     )
-    eval_every_steps: int = field(
+    eval_every_steps: int = _free(
         100,
         unit="steps",
         minimum=0,
         group=_LOG,
-        on_resume="free",
         help="cadence of evaluation; 0: only after the last step",
     )
-    eval_batches: int = field(
+    eval_batches: int = _free(
         16,
         unit="batches",
         minimum=0,
         group=_LOG,
-        on_resume="free",
         help="size of an evaluation; 0: all data; the last evaluation is always whole",
     )
-    log_every_steps: int = field(
-        10,
-        unit="steps",
-        minimum=0,
-        group=_LOG,
-        on_resume="free",
-        help="cadence of metrics; 0: never",
+    log_every_steps: int = _free(
+        10, unit="steps", minimum=0, group=_LOG, help="cadence of metrics; 0: never"
     )
-    profile: str = field(
-        "",
-        group=_LOG,
-        on_resume="free",
-        help="START:STOP, steps whose profile goes to workdir/profile; empty: none",
+    profile: str = _free(
+        "", group=_LOG, help="START:STOP, steps whose profile goes to workdir/profile; empty: none"
     )
     precision: str = field(
         "float32",
@@ -244,72 +238,61 @@ class RunConfig(Config):
         group=_NUMERICS,
         help="dtype of the computation; parameters, norms and losses stay float32",
     )
-    nonfinite: str = field(
+    nonfinite: str = _free(
         "stop",
         group=_NUMERICS,
-        on_resume="free",
         help="stop: end the run at a non-finite loss or gradient; skip:N: leave out such steps, "
         "end after N in a row",
     )
-    remat: str = field(
+    remat: str = _free(
         "none",
         choices=("none", "dots", "full"),
         group=_NUMERICS,
-        on_resume="free",
         help="what the backward pass computes again to save memory; dots: all but matrix products",
     )
-    deterministic: bool = field(
-        False, group=_NUMERICS, on_resume="free", help="bit-reproducible on GPUs, at a price"
-    )
-    mesh: str = field(
+    deterministic: bool = _free(False, group=_NUMERICS, help="bit-reproducible on GPUs, at a price")
+    mesh: str = _free(
         "fsdp:-1",
         group=_DEVICES,
-        on_resume="free",
         help="sizes of the axes data, fsdp, tensor, e.g. data:2,fsdp:-1; -1: the devices left",
     )
-    allow_replicated: float = field(
+    allow_replicated: float = _free(
         0.02,
         minimum=0,
         maximum=1,
         group=_DEVICES,
-        on_resume="free",
         help="share of the bytes that may be replicated although a rule could shard them",
     )
-    num_cpu_devices: int = field(
+    num_cpu_devices: int = _free(
         0,
         unit="devices",
         minimum=0,
         group=_DEVICES,
-        on_resume="free",
         help="simulated devices on CPU; 0: as JAX finds them",
     )
-    xla_preset: str = field(
+    xla_preset: str = _free(
         "default",
         choices=("default", "none"),
         group=_DEVICES,
-        on_resume="free",
         help="compiler options: ours for the device, or none",
     )
-    compilation_cache_dir: str = field(
+    compilation_cache_dir: str = _free(
         "",
         group=_DEVICES,
-        on_resume="free",
         help="keeps compiled programs; empty: the user's cache on accelerators, none on CPU; "
         "none: off",
     )
-    memory_fraction: float = field(
+    memory_fraction: float = _free(
         0.9,
         above=0,
         maximum=1,
         group=_DEVICES,
-        on_resume="free",
         help="share of an accelerator's memory that JAX takes",
     )
-    huge_pages: str = field(
+    huge_pages: str = _free(
         "auto",
         choices=("auto", "off"),
         group=_DEVICES,
-        on_resume="free",
         help="auto: transparent huge pages for malloc on CPU, where the C library has them",
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -321,18 +304,13 @@ class RunConfig(Config):
             raise ConfigError(
                 f"nonfinite={self.nonfinite} must be stop, or skip:N with N at least 1"
             )
-        if self.profile:
-            self._profile_window()
+        window = re.fullmatch(r"(\d+):(\d+)", self.profile)
+        if self.profile and (window is None or int(window[1]) >= int(window[2])):
+            raise ConfigError(
+                f"profile={self.profile} must be START:STOP, two steps with START before STOP"
+            )
 
     @property
     def max_skipped(self) -> int:
         """How many non-finite steps in a row are left out before the run ends; 0: none."""
         return 0 if self.nonfinite == "stop" else int(self.nonfinite.removeprefix("skip:"))
-
-    def _profile_window(self) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+):(\d+)", self.profile)
-        if not match or int(match[1]) >= int(match[2]):
-            raise ConfigError(
-                f"profile={self.profile} must be START:STOP, two steps with START before STOP"
-            )
-        return int(match[1]), int(match[2])

@@ -7,9 +7,11 @@ A leaf is addressed by its dotted path (`optimizer.learning_rate`).
 
 import dataclasses
 import functools
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, Self
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.values import Meta, check, coerce, join_problems, show
@@ -84,6 +86,9 @@ class Config:
     A subclass with rules across fields defines `__post_init__`, calls
     `super().__post_init__()` first, and raises `ConfigError`.
     """
+
+    _path: ClassVar[str | None] = None
+    """Dotted path under which an owner holds this instance; the owner sets it."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -230,3 +235,58 @@ def sections(config: Config | type[Config], prefix: str = "") -> Iterator[tuple[
         if isinstance(value, Config):
             yield f"{prefix}{f.name}", value
             yield from sections(value, f"{prefix}{f.name}.")
+
+
+# Which fields does a run read?
+
+# Comparing, printing, validating and copying a configuration is not using it.
+_BOOKKEEPING = frozenset({"__post_init__", "__eq__", "__hash__", "__repr__"})
+_recorders: list[set[str]] = []
+
+
+@contextmanager
+def record_reads() -> Iterator[set[str]]:
+    """Collects the paths of the leaves that are read meanwhile, in any thread.
+
+    A configuration on its own (not held by another one, as after `dataclasses.replace`) is
+    recorded under its class, as `ClassName.field`; `unread` understands both.
+    """
+    reads: set[str] = set()
+    _recorders.append(reads)
+    # Installed only meanwhile: in the other runs a read costs nothing.
+    setattr(Config, "__getattribute__", _recorded)  # noqa: B010
+    try:
+        yield reads
+    finally:
+        _recorders.remove(reads)
+        if not _recorders:
+            delattr(Config, "__getattribute__")
+
+
+def _recorded(self: Config, name: str) -> Any:
+    value = object.__getattribute__(self, name)
+    cls = object.__getattribute__(self, "__class__")
+    if name in cls.__dataclass_fields__ and not isinstance(value, Config):
+        caller = sys._getframe(1)
+        if (
+            caller.f_code.co_name not in _BOOKKEEPING
+            and caller.f_globals.get("__name__") != "dataclasses"
+        ):
+            owner = object.__getattribute__(self, "_path")
+            path = f"{cls.__name__ if owner is None else owner}.{name}".lstrip(".")
+            for reads in _recorders:
+                reads.add(path)
+    return value
+
+
+def unread(config: Config, reads: set[str]) -> list[str]:
+    """Paths of the leaves of `config` that are not in `reads` although they apply."""
+    classes = {path: type(section).__name__ for path, section in sections(config)}
+    skipped = inapplicable(config)
+    missing = []
+    for leaf in leaves(config):
+        owner, _, name = leaf.path.rpartition(".")
+        by_class = f"{classes.get(owner, type(config).__name__)}.{name}"
+        if leaf.path not in skipped and not reads & {leaf.path, by_class}:
+            missing.append(leaf.path)
+    return missing

@@ -139,23 +139,28 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The most likely meaning of a misspelt `name`, by whole path, last part or initials."""
-    best, best_score = "", 0.0
-    name = name.lower().replace("-", "_")
-    for candidate in names:
-        last = candidate.rpartition(".")[2]
-        initials = "".join(word[:1] for word in last.split("_"))
-        scores = [_similarity(name, candidate), _similarity(name, last)]
-        scores.append(0.9 if name == initials else 0.0)
-        scores.append(0.8 if name in last.split("_") or last.endswith(f"_{name}") else 0.0)
-        scores.append(max(_similarity(name, word) for word in last.split("_")) - 0.1)
-        if max(scores) > best_score:
-            best, best_score = candidate, max(scores)
-    return best if best_score >= 0.6 else ""
+    """The most likely meaning of a misspelt dotted `name`, or ''."""
+    names = list(names)
+    section, _, last = name.lower().replace("-", "_").rpartition(".")
+    siblings = [other for other in names if other.rpartition(".")[0] == section]
+    # A right section is kept: `optimizer.lr` is looked for among the optimizer's fields first.
+    for candidates in (siblings, names):
+        score, best = max(
+            ((_likeness(last, other), other) for other in candidates), default=(0, "")
+        )
+        if score >= 0.68:
+            return best
+    return ""
 
 
-def _similarity(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b.lower()).ratio()
+def _likeness(name: str, path: str) -> float:
+    """How well `name` fits the last part of `path`: by letters, by initials, by one word."""
+    last = path.rpartition(".")[2].lower()
+    words = last.split("_")
+    if name == "".join(word[:1] for word in words) or f"_{name}_" in f"_{last}_":
+        return 0.9
+    by_word = max(difflib.SequenceMatcher(None, name, word).ratio() for word in words)
+    return max(difflib.SequenceMatcher(None, name, last).ratio(), by_word - 0.1)
 
 
 def join_problems(source: str, problems: Sequence[str]) -> str:
