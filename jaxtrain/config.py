@@ -26,6 +26,7 @@ from jaxtrain.resolve import (
     resume_differences,
     summary,
     to_dict,
+    versions,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "summary",
     "to_dict",
     "unread",
+    "versions",
 ]
 
 _INT32_MAX = 2**31 - 1
@@ -195,14 +197,14 @@ class RunConfig(Config):
         help="length of the run; the learning rate schedule ends there",
     )
     global_batch_size: int = _free(
-        32, unit="rows", minimum=1, group=_BATCH, help="rows per step, over all devices"
+        32, unit="rows", minimum=1, group=_BATCH, help="of one step, over all devices"
     )
     accumulate_steps: int = _free(
         1,
         unit="micro-batches",
         minimum=1,
         group=_BATCH,
-        help="micro-batches that a step is computed in",
+        help="parts a batch is computed in, one after the other",
     )
     seed: int = field(
         0,
@@ -304,6 +306,8 @@ class RunConfig(Config):
             raise ConfigError(
                 f"nonfinite={self.nonfinite} must be stop, or skip:N with N at least 1"
             )
+        if self.evaluate and self.audit:
+            raise ConfigError("evaluate and audit cannot both be true; ask for one of them")
         window = re.fullmatch(r"(\d+):(\d+)", self.profile)
         if self.profile and (window is None or int(window[1]) >= int(window[2])):
             raise ConfigError(

@@ -108,7 +108,7 @@ class Config:
             object.__setattr__(self, f.name, value)
         problems = problems or unused(self)
         if problems:
-            raise ConfigError(join_problems(type(self).__name__, problems))
+            raise ConfigError(join_problems("", problems))
         for name, value in values.items():
             if isinstance(value, Config):
                 _adopt(value, name)

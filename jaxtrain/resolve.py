@@ -4,8 +4,10 @@ A layer is a flat dict, dotted path -> checked value. Presets, files and flags e
 `build` lays them over the defaults. All functions report every offender at once.
 """
 
+import contextlib
 import dataclasses
 import json
+import platform
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +16,10 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.fields import Config, leaves, sections
 from jaxtrain.values import check, coerce, did_you_mean, join_problems, show
 
+_PACKAGES = (
+    *("jaxtrain", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
+    *("flax", "optax", "orbax-checkpoint", "grain", "numpy", "absl-py"),
+)
 # What `summary` always shows, changed or not.
 _ESSENTIALS = (
     "workdir",
@@ -140,6 +146,17 @@ def dump(config: Config, **records: Mapping[str, Any]) -> str:
     return json.dumps({"config": to_dict(config), **records}, indent=2) + "\n"
 
 
+def versions() -> dict[str, str]:
+    """Versions of everything a run stands on, for `config.json` and `jaxtrain version`."""
+    from importlib import metadata  # slow to import, and no flag needs it
+
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def load(path: str, config: Config, problems: list[str]) -> dict[str, Any]:
     """The layer in a JSON file: a `config.json` of ours, or only the fields.
 
@@ -160,18 +177,17 @@ def load(path: str, config: Config, problems: list[str]) -> dict[str, Any]:
         problems.append(f"config file {path} is not a JSON configuration: {error}")
         return {}
     found: list[str] = []
-    fields = content.pop("config", None)
-    if isinstance(fields, dict):
+    fields = content.pop("config", content)
+    if not isinstance(fields, dict):
+        found.append(f"config={show(fields)} must hold the fields, by name")
+        fields = {}
+    elif fields is not content:
         # Beside "config" stand records such as versions. A field there would be ignored.
         names = vars(config)
         for name, value in content.items():
             if name in names or not isinstance(value, dict):
                 found.append(f"{name} must stand inside of 'config'")
-    elif fields is not None:
-        found.append(f"config={show(fields)} must hold the fields, by name")
-    else:
-        fields = content
-    values = layer(config, fields or {}, found)
+    values = layer(config, fields, found)
     problems += [f"config file {path}: {problem}" for problem in found]
     return values
 

@@ -7,6 +7,7 @@ the name of the field and where the value came from, makes the sentence.
 import dataclasses
 import difflib
 import math
+import operator
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,6 +84,8 @@ def parse_text(hint: Any, text: str) -> Any:
     if item is not None:
         return tuple(parse_text(item, part.strip()) for part in text.split(",") if part.strip())
     if hint is str:
+        if text.startswith("--"):
+            raise ValueError("looks like a flag; the value before it is missing")
         return text
     if hint is bool:
         lowered = text.lower()
@@ -117,14 +120,14 @@ def check(meta: Meta, value: Any) -> None:
             names = [show(choice) for choice in meta.choices]
             raise ValueError(f"must be one of {', '.join(names)}{did_you_mean(str(v), names)}")
         limits = (
-            ("at least", meta.minimum, lambda a, b: a >= b),
-            ("at most", meta.maximum, lambda a, b: a <= b),
-            ("greater than", meta.above, lambda a, b: a > b),
-            ("less than", meta.below, lambda a, b: a < b),
+            ("at least", meta.minimum, operator.ge),
+            ("at most", meta.maximum, operator.le),
+            ("greater than", meta.above, operator.gt),
+            ("less than", meta.below, operator.lt),
         )
-        if any(limit is not None and not holds(v, limit) for _, limit, holds in limits):
-            rules = [f"{words} {limit}" for words, limit, _ in limits if limit is not None]
-            raise ValueError(f"must be {' and '.join(rules)}{meta.unit and ' ' + meta.unit}")
+        for words, limit, holds in limits:
+            if limit is not None and not holds(v, limit):
+                raise ValueError(f"must be {words} {limit}{meta.unit and f' ({meta.unit})'}")
         if meta.pattern:
             try:
                 re.compile(v)
