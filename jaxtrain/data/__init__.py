@@ -1,0 +1,1 @@
+"""Data: sources with random access, the order of the samples, and loading onto the mesh."""

@@ -1,0 +1,83 @@
+"""Which rows of a global batch a process reads, and how they become global arrays.
+
+Legend: A micro-batches, B rows of a global batch, b = B / A rows of a micro-batch, R rows that
+this process reads.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchPlacement:
+    """Which rows of a global batch live on some devices, and how host arrays get there."""
+
+    sharding: NamedSharding
+    accumulate_steps: int
+    micro_rows: int
+    columns: np.ndarray
+    """The rows of each micro-batch that live on the devices: int64, ascending."""
+
+    @classmethod
+    def make(
+        cls,
+        sharding: NamedSharding,
+        num_rows: int,
+        accumulate_steps: int,
+        devices: Collection[Any] | None = None,
+    ) -> "BatchPlacement":
+        """The placement of a batch of `num_rows` rows.
+
+        Args:
+            sharding: of the batch.
+            num_rows: global rows.
+            accumulate_steps: micro-batches.
+            devices: those to feed; None: the devices of this process.
+        """
+        micro_rows = num_rows // accumulate_steps
+        row_dim = int(accumulate_steps > 1)
+        # Dims after the rows do not matter here, and a spec must not be longer than the shape.
+        rows_only = NamedSharding(
+            sharding.mesh, PartitionSpec(*tuple(sharding.spec)[: row_dim + 1])
+        )
+        shape = (accumulate_steps, micro_rows)[1 - row_dim :]
+        indices = rows_only.devices_indices_map(shape)
+        mine = sharding.addressable_devices if devices is None else devices
+        ranges = {indices[device][row_dim].indices(micro_rows)[:2] for device in mine}
+        columns = sorted({row for start, stop in ranges for row in range(start, stop)})
+        return cls(sharding, accumulate_steps, micro_rows, np.array(columns, np.int64))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows of the global batch to read, int64 [R], in the order `place` takes them."""
+        starts = np.arange(self.accumulate_steps, dtype=np.int64) * self.micro_rows
+        return (starts[:, None] + self.columns[None, :]).reshape(-1)
+
+    def place(self, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Assembles global arrays from this process's rows [R, ...]; waits for the transfer."""
+        placed = {name: self._place(array) for name, array in arrays.items()}
+        return jax.block_until_ready(placed)
+
+    def _place(self, array: np.ndarray) -> jax.Array:
+        shape: tuple[int, ...] = (self.micro_rows, *array.shape[1:])
+        if self.accumulate_steps > 1:
+            shape = (self.accumulate_steps, *shape)
+            array = array.reshape(self.accumulate_steps, len(self.columns), *array.shape[1:])
+
+        def shard(index: Any) -> np.ndarray:
+            return array[self._local(index)]
+
+        return jax.make_array_from_callback(shape, self.sharding, shard, dtype=array.dtype)
+
+    def _local(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Turns an index into the global array into one into the rows of this process."""
+        row_dim = int(self.accumulate_steps > 1)
+        start, stop, _ = index[row_dim].indices(self.micro_rows)
+        first = int(np.searchsorted(self.columns, start))
+        rows = slice(first, first + stop - start)
+        return (*index[:row_dim], rows, *index[row_dim + 1 :])

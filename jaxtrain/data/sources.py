@@ -1,0 +1,140 @@
+"""Datasets: random access to rows by their index, many rows at a time.
+
+A dataset is anything with `__len__`, `read(indices)` and `fingerprint`; the order of the rows,
+batches, epochs, processes and devices are not its concern. `read` works on the whole batch at
+once, since a Python object per row is what costs (see docs of `RecordDataset`).
+
+Legend: N rows of a dataset, R rows asked for.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxtrain.errors import DataError
+
+_HASHED_BYTES = 2**30
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Rows with random access.
+
+    Two more attributes are used where a dataset has them: `name` in messages, and `shuffle`
+    (False: training takes the rows in their own order).
+    """
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the rows `indices` (int64 [R], in this order) as arrays [R, ...].
+
+        Called in a thread of the loader, one call at a time. The caller keeps the arrays: they
+        must not be written to later.
+        """
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs if any row differs; the same in every process and on every machine."""
+        ...
+
+
+def name_of(dataset: Dataset) -> str:
+    """What messages call a dataset."""
+    return getattr(dataset, "name", None) or type(dataset).__name__
+
+
+class ArrayDataset:
+    """Rows of arrays in memory (or mapped into it): {"image": [N, ...], "label": [N]}."""
+
+    def __init__(self, arrays: Mapping[str, Any], *, name: str = "arrays") -> None:
+        self.arrays = {key: np.asarray(value) for key, value in arrays.items()}
+        self.name = name
+        lengths = {key: value.shape[0] if value.ndim else 0 for key, value in self.arrays.items()}
+        if not lengths or any(value.ndim == 0 for value in self.arrays.values()):
+            raise DataError(
+                f"{name}: a dataset of arrays needs at least one, each with rows in dim 0;"
+                f" got { {key: value.shape for key, value in self.arrays.items()} }."
+            )
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"{name}: all arrays need the same number of rows; got {lengths}.")
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {key: value[indices] for key, value in self.arrays.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of names, types, shapes and contents; above 1 GiB of evenly spaced rows only."""
+        size = sum(value.nbytes for value in self.arrays.values())
+        stride = -(-size // _HASHED_BYTES) or 1
+        digest = hashlib.blake2b(digest_size=16)
+        for key, value in sorted(self.arrays.items()):
+            digest.update(f"{key} {value.dtype.str} {value.shape};".encode())
+            digest.update(np.ascontiguousarray(value[::stride]))
+        return digest.hexdigest()
+
+
+class RecordDataset:
+    """Rows of a sequence of dicts: a list, a grain data source or MapDataset, a torch dataset.
+
+    Convenient, and slow: every row passes through Python (a few thousand rows per second and
+    core). Arrays are a hundred times faster where the data fits.
+    """
+
+    def __init__(self, records: Any, *, name: str = "records", fingerprint: str = "") -> None:
+        self.records = records
+        self.name = name
+        # A sequence of unknown kind cannot be hashed without reading all of it.
+        self.fingerprint = fingerprint or f"{type(records).__name__}:{len(records)}"
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        rows = [self.records[int(index)] for index in indices]
+        for index, row in zip(indices, rows, strict=True):
+            if not isinstance(row, Mapping) or row.keys() != rows[0].keys():
+                have = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+                raise DataError(
+                    f"{self.name}: each record must be a dict with the keys of the others; record"
+                    f" {index} is {have}, record {indices[0]} has {sorted(rows[0])}."
+                )
+        arrays = {}
+        for key in rows[0]:
+            values = [np.asarray(row[key]) for row in rows]
+            shapes = {value.shape for value in values}
+            if len(shapes) > 1:
+                raise DataError(
+                    f"{self.name}: {key!r} must have one shape in all records, to form a batch;"
+                    f" got {sorted(shapes)}. Pad or cut the records."
+                )
+            arrays[key] = np.stack(values)
+        return arrays
+
+
+def as_dataset(data: Any) -> Dataset:
+    """Returns a dataset made from what users have.
+
+    Args:
+        data: a Dataset; a dict of arrays with rows in dim 0; or a sequence of dicts (anything with
+            `__len__` and `__getitem__`).
+    """
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, Mapping):
+        return ArrayDataset(data)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str):
+        return RecordDataset(data)
+    raise DataError(
+        f"{type(data).__name__} is no dataset; give a dict of arrays, a sequence of dicts, or an"
+        f" object with __len__, read(indices) and fingerprint."
+    )
