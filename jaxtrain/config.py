@@ -309,9 +309,13 @@ class RunConfig(Config):
         if self.evaluate and self.audit:
             raise ConfigError("evaluate and audit cannot both be true; ask for one of them")
         window = re.fullmatch(r"(\d+):(\d+)", self.profile)
-        if self.profile and (window is None or int(window[1]) >= int(window[2])):
+        if self.profile and not (window and int(window[1]) < int(window[2])):
             raise ConfigError(
                 f"profile={self.profile} must be START:STOP, two steps with START before STOP"
+            )
+        if window and int(window[1]) >= self.num_steps:
+            raise ConfigError(
+                f"profile={self.profile} must start before the end, num_steps={self.num_steps}"
             )
 
     @property

@@ -80,20 +80,26 @@ def layer(config: Config, mapping: Mapping[str, Any], problems: list[str]) -> di
     values: dict[str, Any] = {}
     for path, raw in _flatten(mapping, section_paths):
         leaf = by_path.get(path)
+        given = f"{path}={_brief(raw)}"
         if path in values:
             problems.append(f"{path} is given twice")
         elif path in section_paths:
-            problems.append(f"{path}={show(raw)} must hold the fields of {path}, by name")
+            problems.append(f"{given} must hold the fields of {path}, by name")
         elif leaf is None:
             hint = did_you_mean(path, [*by_path, *section_paths])
-            problems.append(f"{path}={show(raw)} is not a field{hint}")
+            problems.append(f"{given} is not a field{hint}")
         else:
             try:
                 values[path] = coerce(leaf.type, raw)
                 check(leaf.meta, values[path])
             except ValueError as error:
-                problems.append(f"{path}={show(raw)} {error}")
+                problems.append(f"{given} {error}")
     return values
+
+
+def _brief(value: Any) -> str:
+    text = show(value)
+    return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
 def _flatten(
@@ -179,7 +185,7 @@ def load(path: str, config: Config, problems: list[str]) -> dict[str, Any]:
     found: list[str] = []
     fields = content.pop("config", content)
     if not isinstance(fields, dict):
-        found.append(f"config={show(fields)} must hold the fields, by name")
+        found.append(f"config={_brief(fields)} must hold the fields, by name")
         fields = {}
     elif fields is not content:
         # Beside "config" stand records such as versions. A field there would be ignored.

@@ -103,6 +103,10 @@ def test_every_field_is_read_somewhere_in_the_package():
         (lambda: RunConfig(nonfinite="skip:0"), "nonfinite=skip:0 must be stop, or skip:N"),
         (lambda: RunConfig(profile="7"), "profile=7 must be START:STOP"),
         (lambda: RunConfig(profile="7:7"), "profile=7:7 must be START:STOP"),
+        (
+            lambda: RunConfig(profile="5:9", num_steps=5),
+            "profile=5:9 must start before the end, num_steps=5",
+        ),
         (lambda: RunConfig(evaluate=True, audit=True), "evaluate and audit cannot both be true"),
         (lambda: RunConfig(optimizer="lion"), "optimizer must be a OptimizerConfig"),
         (
@@ -203,11 +207,12 @@ def test_from_dict_lists_every_problem():
         "model": {"num_layer": 3, "dropout": 1.5, "widths": [1, "a"]},
         "optimizer": "lion",
         "model.tied": 0,
+        "modle": dict.fromkeys("abcdefghijklmnop", 0),
     }
     with pytest.raises(ConfigError) as caught:
         from_dict(ExperimentConfig, mapping, source="the file")
     assert str(caught.value).splitlines() == [
-        "the file: 8 problems:",
+        "the file: 9 problems:",
         "  learing_rate=1 is not a field; did you mean optimizer.learning_rate?",
         "  num_steps=ten must be a whole number",
         "  seed=None must be a whole number",
@@ -216,6 +221,8 @@ def test_from_dict_lists_every_problem():
         "  model.widths=[1, 'a'] must be a whole number",
         "  optimizer=lion must hold the fields of optimizer, by name",
         "  model.tied=0 must be true or false",
+        "  modle={'a': 0, 'b': 0, 'c': 0, 'd': 0, 'e': 0, 'f': 0, 'g': 0, ... is not a field; "
+        "did you mean model?",
     ]
 
 

@@ -1,0 +1,153 @@
+"""What an experiment script calls: flags to configuration, then train, evaluate or audit.
+
+    if __name__ == "__main__":
+        jaxtrain.main(LmConfig, build, presets={"model": PRESETS})
+
+Nothing heavy is imported before the flags are known to be right: `--help` and a bad flag answer at
+once and start no backend.
+"""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxtrain import flags
+from jaxtrain.config import RunConfig, summary
+from jaxtrain.errors import ExitCode, JaxtrainError
+from jaxtrain.progress import setup_logging
+
+__all__ = ["INTERRUPTED", "Experiment", "main"]
+
+INTERRUPTED = 130
+"""Exit code after SIGINT outside of training, when there is nothing to save: the shell's own."""
+
+_logger = logging.getLogger("jaxtrain")
+
+
+def _default_rules() -> Any:
+    from jaxtrain.rules import DEFAULT_RULES  # imports jax, which `--help` has no use for
+
+    return DEFAULT_RULES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What a configuration builds, and `jaxtrain.fit` trains."""
+
+    model: Any
+    """A `Model`, or a pair of functions (init, apply)."""
+    loss_fn: Callable[..., Any]
+    """(outputs, batch, params) -> Sums."""
+    train_data: Any
+    """A dataset, or a dict of arrays."""
+    eval_data: Any = None
+    rules: Any = dataclasses.field(default_factory=_default_rules)
+    """The `ShardingRules`."""
+    tx: Any = None
+    """An optax optimizer of your own instead of the one in `config.optimizer`."""
+    describe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Facts about model and data, name -> value: logged at the start, shown in the report."""
+    writers: Sequence[Any] = ()
+    """Metric writers besides the usual ones."""
+    on_step: Callable[..., None] | None = None
+    """Called after every step, one step late; see `fit`."""
+    on_end: Callable[[Any], None] | None = None
+    """Called with the `FitResult` when all steps are done, not after a preemption."""
+
+
+def main[R: RunConfig](
+    config_class: type[R],
+    build: Callable[[R], Experiment],
+    *,
+    presets: flags.Presets | None = None,
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Runs an experiment and exits with one of `ExitCode`, or with 130 when interrupted.
+
+    Args:
+        config_class: a subclass of `RunConfig`.
+        build: makes the experiment from the configuration.
+        presets: section -> name -> values, e.g. `{"model": PRESETS}` for `--model=NAME`.
+        argv: program name and arguments; None: those of the process.
+    """
+    setup_logging()
+    argv = sys.argv if argv is None else argv
+    description = sys.modules["__main__"].__doc__ or ""
+    try:
+        config = flags.parse(argv, config_class, presets=presets, description=description)
+        code = _run(config, build)
+    except JaxtrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted outside of training; there is nothing to save", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(int(code))
+
+
+def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
+    # The order matters: the backend starts with the first array, often in `build`, and keeps the
+    # settings that it finds then.
+    import jax
+
+    from jaxtrain.compile import configure_backend
+    from jaxtrain.mesh import parse_mesh, resolve_mesh
+
+    configure_backend(config)
+    # `fit` makes the mesh; a wrong one is refused here, before `build` reads data.
+    resolve_mesh(parse_mesh(config.mesh), jax.device_count())
+    for line in summary(config).splitlines():
+        _logger.info(line)
+    experiment = build(config)
+    for name, value in experiment.describe.items():
+        _logger.info("%s: %s", name, value)
+    if config.audit:
+        return _audit(experiment, config)
+    from jaxtrain import loop
+
+    if config.evaluate:
+        loop.evaluate_run(
+            experiment.model,
+            experiment.loss_fn,
+            experiment.eval_data,
+            config=config,
+            rules=experiment.rules,
+        )
+        return ExitCode.OK
+    result = loop.fit(
+        experiment.model,
+        experiment.loss_fn,
+        experiment.train_data,
+        experiment.eval_data,
+        config=config,
+        rules=experiment.rules,
+        tx=experiment.tx,
+        describe=experiment.describe,
+        writers=experiment.writers,
+        on_step=experiment.on_step,
+    )
+    if result.status == "preempted":
+        return ExitCode.PREEMPTED
+    if experiment.on_end is not None:
+        experiment.on_end(result)
+    return ExitCode.OK
+
+
+def _audit(experiment: Experiment, config: RunConfig) -> ExitCode:
+    """Prints where every array of the train state would live; compiles and trains nothing."""
+    import jax
+
+    from jaxtrain.audit import audit
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.models.functional import as_model
+    from jaxtrain.optim import make_optimizer
+
+    model, mesh, tx = as_model(experiment.model), make_mesh(config.mesh), experiment.tx
+    if tx is None:
+        params, _ = jax.eval_shape(model.init, jax.random.key(config.seed))
+        tx = make_optimizer(config.optimizer, params, num_steps=config.num_steps)
+    # All of it may be replicated here: who looks for the cause wants the table, not the error.
+    print(audit(model, mesh, tx, rules=experiment.rules, allow_replicated=1.0).table())
+    return ExitCode.OK
