@@ -6,6 +6,8 @@ import subprocess
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxtrain
@@ -118,6 +120,8 @@ def calls(monkeypatch):
         monkeypatch.setitem(sys.modules, f"jaxtrain.{name}", fake)
         monkeypatch.setattr(jaxtrain, name, fake, raising=False)
 
+    layout = types.SimpleNamespace(table=lambda: "w  [4,8]  fsdp")
+    module("audit", audit=note("audit", layout))
     module("compile", configure_backend=note("configure_backend"))
     module("loop", fit=note("fit", status), evaluate_run=note("evaluate_run"))
     noted_status = types.SimpleNamespace(calls=noted, result=status, note=note)
@@ -195,6 +199,22 @@ def test_evaluate_only_evaluates(calls):
     assert [name for name, _, _ in calls.calls] == ["configure_backend", "evaluate_run"]
     assert calls.calls[1][1] == ("model", print, "eval")
     assert calls.calls[1][2]["config"].evaluate
+
+
+def test_audit_only_prints_the_table(calls, capsys):
+    def build(config):
+        init = lambda key: ({"w": jnp.zeros((4, 8))}, {})  # noqa: E731
+        return dataclasses.replace(minimal(config), model=(init, print))
+
+    assert run_main(build, "--audit", "--mesh=fsdp:4,tensor:2") == 0
+    assert capsys.readouterr().out == "w  [4,8]  fsdp\n"
+    assert [name for name, _, _ in calls.calls] == ["configure_backend", "audit"]
+    _, (model, mesh, tx), options = calls.calls[1]
+    assert model.apply is print
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    # The moments of AdamW are part of what is shown.
+    assert len(jax.tree.leaves(jax.eval_shape(tx.init, {"w": jnp.zeros((4, 8))}))) >= 2
+    assert options["allow_replicated"] == 1.0
 
 
 def test_a_preempted_run_ends_with_75_and_without_on_end(calls):
