@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
@@ -34,7 +33,7 @@ class Layout:
 
     path: str
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: Any
     logical_axes: LogicalAxes | None
     spec: PartitionSpec
     why: str
@@ -78,7 +77,7 @@ def param_layouts(
             continue
         spec = partition_spec(axes, rules.storage, mesh)
         uneven += _uneven_dims(path, leaf.shape, axes, spec, mesh)
-        layouts.append(Layout(path, leaf.shape, np.dtype(leaf.dtype), axes, spec, why))
+        layouts.append(Layout(path, leaf.shape, leaf.dtype, axes, spec, why))
     if unknown:
         raise ConfigError(
             f"no storage rule for logical axes of the parameters {', '.join(unknown)}; the rules"
@@ -139,7 +138,7 @@ def opt_state_layouts(
         else:
             shape, param_spec = owners[owner]
             spec, why = _spec_of_part(leaf.shape, shape, param_spec)
-        layouts.append(Layout(path_str(path), leaf.shape, np.dtype(leaf.dtype), None, spec, why))
+        layouts.append(Layout(path_str(path), leaf.shape, leaf.dtype, None, spec, why))
     return layouts
 
 
@@ -184,7 +183,7 @@ def _layout_by_size(path: str, leaf: Any, mesh: Mesh) -> Layout:
     else:
         entries, why = [], f"by size: no dim is divisible by fsdp={fsdp}"
     spec = make_spec(entries, mesh)
-    return Layout(path, leaf.shape, np.dtype(leaf.dtype), None, spec, why)
+    return Layout(path, leaf.shape, leaf.dtype, None, spec, why)
 
 
 def _uneven_dims(
