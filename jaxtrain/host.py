@@ -1,0 +1,46 @@
+"""What a process asks of its host before anything heavy starts."""
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+
+__all__ = ["restart_with_huge_pages"]
+
+_TUNABLE = "glibc.malloc.hugetlb=1"
+
+
+def restart_with_huge_pages() -> str:
+    """Restarts the interpreter with transparent huge pages for malloc; returns why not, if not.
+
+    XLA on CPU allocates its temporaries anew in every step, and faulting them in page by page is
+    a large part of a step (`scripts/bench_step.py` measures it). glibc reads its tunables only
+    when a process starts, so the same command is executed once more, in the same process id,
+    with the environment variable set. Does not return when it restarts.
+    """
+    reason = _reason_against(os.environ)
+    if reason:
+        return reason
+    present = os.environ.get("GLIBC_TUNABLES", "")
+    os.environ["GLIBC_TUNABLES"] = f"{present}:{_TUNABLE}".lstrip(":")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _reason_against(environ: Mapping[str, str]) -> str:
+    """Why huge pages are not turned on by a restart; empty when they should be."""
+    if "glibc.malloc.hugetlb" in environ.get("GLIBC_TUNABLES", ""):
+        return "already set by GLIBC_TUNABLES"
+    library, version = platform.libc_ver()
+    if library != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
+        return f"the C library ({library or 'unknown'} {version}) has none; glibc 2.35 has"
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            if "[never]" in file.read():
+                return "turned off in this kernel (transparent_hugepage/enabled is never)"
+    except OSError:
+        return "this kernel has none"
+    if not sys.orig_argv[1:] or sys.gettrace() is not None:
+        return "an interactive session or a debugger is not restarted"
+    return ""

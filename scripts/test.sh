@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Sets up and passes the checks: lint, format, types, tests. Usage: bash scripts/test.sh [PYTEST ARGUMENT ...]
+#
+# With arguments only pytest runs, with those: bash scripts/test.sh tests/test_step.py -k accumulate
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" JAX_PLATFORMS=cpu
+
+if [ $# -gt 0 ]; then
+    exec pytest "$@"
+fi
+ruff check .
+ruff format --check .
+pyright
+# Two workers: one compiles while the other runs. loadscope keeps a module's fixtures together.
+exec pytest -q -n 2 --dist loadscope -m "not long and not cluster" --durations=15
