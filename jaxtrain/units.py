@@ -8,7 +8,7 @@ import math
 
 
 def number(value: float | None) -> str:
-    """A metric with four significant digits: 2.413, 0.0312, 9.8e-05, 1234."""
+    """A metric with four significant digits: 2.413, 0.03125, 9.80e-05, 1234."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -18,9 +18,7 @@ def number(value: float | None) -> str:
     size = abs(value)
     if size >= 1e6 or size < 1e-3:
         return f"{value:.2e}"
-    if size >= 1000:
-        return f"{value:.0f}"
-    return f"{value:.{3 - math.floor(math.log10(size))}f}" if size < 1 else f"{value:.4g}"
+    return f"{value:.{max(0, 3 - math.floor(math.log10(size)))}f}"
 
 
 def count(value: float | None) -> str:

@@ -1,0 +1,103 @@
+"""What limits a step, and how much of the hardware's peak it uses.
+
+Pure functions of a training record (`jaxtrain.metrics`) and of tables; no backend is started.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def limiting(record: Mapping[str, Any]) -> str:
+    """Names what limits the step: 'compute', 'input', 'transfer' or 'logging/host'.
+
+    The rule, on the times of a training record (`jaxtrain.metrics`; absent ones count as 0):
+
+    1. Half of the step or more goes into Python around the step (host_seconds): 'logging/host'.
+       Less than that hides behind the step that the device is computing meanwhile.
+    2. A tenth of the step or more is spent waiting for the batch (input_wait_seconds): 'transfer'
+       if the larger part of making a batch is its transfer, else 'input'.
+    3. Otherwise the devices are the limit: 'compute'.
+    """
+    step = _positive(record, "step_seconds")
+    wait, host = _positive(record, "input_wait_seconds"), _positive(record, "host_seconds")
+    if step and host >= 0.5 * step and host >= wait:
+        return "logging/host"
+    if step and wait >= 0.1 * step:
+        return "transfer" if transfer_share(record) > 0.5 else "input"
+    return "compute"
+
+
+def transfer_share(record: Mapping[str, Any]) -> float:
+    """Share of the time to make a batch that is its transfer to the devices, 0 to 1.
+
+    Without read_seconds: while the loop waits for batches the input thread is busy for the whole
+    step, so what is not transfer is reading.
+    """
+    transfer = _positive(record, "h2d_seconds")
+    read = _positive(record, "read_seconds")
+    if record.get("read_seconds") is None:
+        read = max(_positive(record, "step_seconds") - transfer, 0.0)
+    return transfer / (transfer + read) if transfer else 0.0
+
+
+def _positive(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return float(value) if value and value > 0 else 0.0
+
+
+# Dense peak FLOP/s of one device: (start of jax's device_kind, bfloat16, float32). The float32
+# column is what jax's default matmul precision uses for float32 arrays: TF32 units on Ampere and
+# later, bfloat16 passes on TPU (docs.jax.dev, "Matmul precision"). The first match counts; a
+# variant with other clocks (PCIe, NVL) is listed where its datasheet gives a number of its own.
+_PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
+    # NVIDIA Tesla V100 datasheet (2020): no bfloat16 units; SXM2 only.
+    ("Tesla V100-SXM2", None, 15.7e12),
+    # NVIDIA A100 Tensor Core GPU datasheet (2021); the same for SXM4 and PCIe.
+    ("NVIDIA A100", 312e12, 156e12),
+    # NVIDIA H100 Tensor Core GPU datasheet (2022), halved: it lists 2:4 sparse rates.
+    ("NVIDIA H100 PCIe", 756e12, 378e12),
+    ("NVIDIA H100 NVL", 835.5e12, 417.5e12),
+    ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
+    # NVIDIA H200 Tensor Core GPU datasheet (2023), halved likewise.
+    ("NVIDIA H200 NVL", 835.5e12, 417.5e12),
+    ("NVIDIA H200", 989.4e12, 494.7e12),
+    # NVIDIA HGX B200 datasheet (2024), per GPU, dense.
+    ("NVIDIA B200", 2250e12, 1100e12),
+    # Google Cloud documentation, "TPU v5e", "TPU v5p", "TPU v6e": per chip.
+    ("TPU v5 lite", 197e12, 197e12),
+    ("TPU v5e", 197e12, 197e12),
+    ("TPU v5", 459e12, 459e12),  # jax's name of v5p
+    ("TPU v6", 918e12, 918e12),
+)
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """Peak FLOP/s of one device in matrix products, or None where no peak is known (any CPU).
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+        dtype: "bfloat16" or "float32", the dtype of the computation.
+    """
+    for start, bfloat16, float32 in _PEAKS:
+        if device_kind.startswith(start):
+            return {"bfloat16": bfloat16, "float32": float32}.get(dtype)
+    return None
+
+
+def training_flops_per_token(
+    num_params: int, *, num_layers: int = 0, attention_dim: int = 0, sequence_length: int = 0
+) -> float:
+    """FLOPs that one token costs in training, forward and backward: 6 N + 12 L A T.
+
+    The count of Chowdhery et al. 2022 (PaLM, appendix B), which most published utilisations use:
+    what the model needs, not what is computed (remat adds nothing), attention over the whole
+    sequence even where it is causal.
+
+    Args:
+        num_params: N, parameters that a token is multiplied with: a lookup table (embedding,
+            learned positions) does not count, an output head does, tied or not.
+        num_layers: L, layers with attention.
+        attention_dim: A, query heads x head size.
+        sequence_length: T.
+    """
+    return 6.0 * num_params + 12.0 * num_layers * attention_dim * sequence_length
