@@ -49,6 +49,7 @@ __all__ = [
     "check_batch_size",
     "constrain",
     "gather_param",
+    "has_gathered_params",
     "opt_state_layouts",
     "opt_state_shardings",
     "param_layouts",
@@ -218,6 +219,19 @@ def gather_param(
     if storage is None or compute is None:
         return param.astype(dtype)
     return _gather(param, storage, compute, np.dtype(dtype), param.dtype)
+
+
+def has_gathered_params() -> bool:
+    """Whether the active rules store parameters more split than they are used."""
+    active = _active.value
+    if active is None:
+        return False
+    rules, mesh = active.rules, active.mesh
+    return any(
+        mesh.shape.get(axis, 1) > 1 and axis not in (as_axes(rules.compute.get(name)) or ())
+        for name, axes in rules.storage.items()
+        for axis in as_axes(axes) or ()
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

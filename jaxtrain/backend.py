@@ -1,0 +1,172 @@
+"""The backend's settings, the compile cache, and what XLA writes to the terminal.
+
+`configure_backend` has to come before the first array: a backend keeps what it finds at its start.
+"""
+
+import contextlib
+import glob
+import logging
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Protocol
+
+import jax
+
+from jaxtrain.errors import ConfigError
+
+_log = logging.getLogger("jaxtrain")
+
+_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_BROKEN_ENTRY = re.compile(r"Error reading persistent compilation cache entry for '([^']+)'")
+
+
+class BackendConfig(Protocol):
+    """The fields of a run's configuration that are read here."""
+
+    @property
+    def num_cpu_devices(self) -> int: ...
+    @property
+    def memory_fraction(self) -> float: ...
+    @property
+    def compilation_cache_dir(self) -> str: ...
+
+
+def configure_backend(config: BackendConfig) -> None:
+    """Prepares the backend, starts it, and turns the compile cache on.
+
+    Raises:
+        ConfigError: when a setting comes too late because the backend runs already.
+    """
+    # 1. What a backend reads when it starts.
+    _set_cpu_devices(config.num_cpu_devices)
+    if not any(os.environ.get(name) for name in _MEMORY_VARIABLES):
+        os.environ[_MEMORY_VARIABLES[0]] = str(config.memory_fraction)
+    # 2. Whoever joins a cluster does so here, before the next line starts the backend.
+    platform = jax.default_backend()
+    if config.num_cpu_devices and platform != "cpu":
+        raise ConfigError(
+            f"num_cpu_devices={config.num_cpu_devices} simulates devices on CPU but JAX runs on"
+            f" {platform}; set JAX_PLATFORMS=cpu, or leave num_cpu_devices out"
+        )
+    # 3. What is read at the first compilation.
+    _set_compile_cache(config.compilation_cache_dir, platform)
+
+
+def _set_cpu_devices(num_devices: int) -> None:
+    if not num_devices:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        found = len(jax.devices())
+        if found != num_devices:
+            raise ConfigError(
+                f"num_cpu_devices={num_devices} comes too late, JAX runs already with {found}"
+                f" {jax.default_backend()} devices; set it before the first use of an array"
+            ) from None
+
+
+def _set_compile_cache(directory: str, platform: str) -> None:
+    if directory == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if not directory:
+        # On CPU a cached program may use instructions that the next machine lacks.
+        if platform == "cpu" or jax.config.jax_compilation_cache_dir:
+            return
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        directory = os.path.join(caches, "jaxtrain", "xla")
+    directory = os.path.expanduser(directory)
+    if "://" not in directory:  # JAX takes object stores as well
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            _log.warning("no compile cache: cannot make %s (%s)", directory, error.strerror)
+            return
+    jax.config.update("jax_compilation_cache_dir", directory)
+
+
+@contextlib.contextmanager
+def mended_compile_cache() -> Iterator[None]:
+    """Deletes entries of the compile cache that turn out to be broken, with one line each.
+
+    JAX warns of such an entry, compiles anew, and never replaces it. Its warning names the program;
+    it comes before the new program is written, so what is deleted here is also written again.
+    """
+    with warnings.catch_warnings():
+        # Our hook has to see each one, also where warnings are errors or are shown once.
+        warnings.filterwarnings("always", message=_BROKEN_ENTRY.pattern)
+        show = warnings.showwarning
+
+        def mend(message, *args, **kwargs):
+            broken = _BROKEN_ENTRY.match(str(message))
+            if broken is None:
+                show(message, *args, **kwargs)
+                return
+            directory = jax.config.jax_compilation_cache_dir or ""
+            for entry in glob.glob(os.path.join(glob.escape(directory), f"{broken[1]}-*")):
+                os.unlink(entry)
+            _log.warning(
+                "the compile cache in %s had a broken entry for %s; deleted, compiling anew",
+                directory,
+                broken[1],
+            )
+
+        warnings.showwarning = mend
+        yield
+
+
+class StderrLog:
+    """What was written to stderr by C++ code."""
+
+    def __init__(self):
+        self.text = ""
+
+    def involuntary_remat(self) -> list[str]:
+        """What XLA says of each array that it replicates for lack of a better way."""
+        marked = [line for line in self.text.splitlines() if "nvoluntary full remat" in line]
+        return [_describe_remat(line) for line in marked]
+
+
+def _describe_remat(line: str) -> str:
+    layouts = re.search(r"from sharding (.*?) to (\{.*\}) efficiently", line)
+    operation = re.search(r'op_name="([^"]*)"', line)
+    if layouts is None:
+        return line
+    return f"from {layouts[1]} to {layouts[2]} in {operation[1] if operation else 'an operation'}"
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[StderrLog]:
+    """Records what goes to file descriptor 2, where XLA logs, and passes it on as it comes.
+
+    A `tee` process does it rather than a thread: if XLA aborts this process, its last words still
+    reach the terminal. Without a `tee` nothing is recorded.
+    """
+    log = StderrLog()
+    if shutil.which("tee") is None:
+        yield log
+        return
+    with tempfile.NamedTemporaryFile() as copy:
+        original = os.dup(2)
+        # In a session of its own, so that Ctrl-C does not end it before the last line.
+        tee = subprocess.Popen(
+            ["tee", copy.name], stdin=subprocess.PIPE, stdout=original, start_new_session=True
+        )
+        assert tee.stdin is not None
+        os.dup2(tee.stdin.fileno(), 2)
+        tee.stdin.close()
+        try:
+            yield log
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
+            # A process that was started meanwhile keeps the pipe open; do not wait for its end.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tee.wait(timeout=2)
+            log.text = copy.read().decode(errors="replace")
