@@ -63,21 +63,21 @@ class BatchPlacement:
         placed = {name: self._place(array) for name, array in arrays.items()}
         return jax.block_until_ready(placed)
 
+    def shard(self, array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns the part `index` of the global array, out of this process's rows [R, ...]."""
+        row_dim = int(self.accumulate_steps > 1)
+        if row_dim:
+            array = array.reshape(self.accumulate_steps, len(self.columns), *array.shape[1:])
+        start, stop, _ = index[row_dim].indices(self.micro_rows)
+        first = int(np.searchsorted(self.columns, start))
+        return array[(*index[:row_dim], slice(first, first + stop - start), *index[row_dim + 1 :])]
+
     def _place(self, array: np.ndarray) -> jax.Array:
         shape: tuple[int, ...] = (self.micro_rows, *array.shape[1:])
         if self.accumulate_steps > 1:
             shape = (self.accumulate_steps, *shape)
-            array = array.reshape(self.accumulate_steps, len(self.columns), *array.shape[1:])
 
         def shard(index: Any) -> np.ndarray:
-            return array[self._local(index)]
+            return self.shard(array, index)
 
         return jax.make_array_from_callback(shape, self.sharding, shard, dtype=array.dtype)
-
-    def _local(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Turns an index into the global array into one into the rows of this process."""
-        row_dim = int(self.accumulate_steps > 1)
-        start, stop, _ = index[row_dim].indices(self.micro_rows)
-        first = int(np.searchsorted(self.columns, start))
-        rows = slice(first, first + stop - start)
-        return (*index[:row_dim], rows, *index[row_dim + 1 :])

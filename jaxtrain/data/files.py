@@ -100,12 +100,13 @@ def find_files(source: str) -> list[TextFile]:
             f" of them"
         )
     if not found:
-        raise DataError(f"{missing}.")
+        raise DataError(missing)
     return sorted(found, key=lambda file: file.relative)
 
 
 def _walk(root: str, skipped_at_top: set[str]) -> Iterator[TextFile]:
-    # Folders are told apart by device and inode, so that a link to an ancestor ends.
+    # Folders are told apart by device and inode, so that a link to an ancestor ends, and are
+    # visited by name: which of two links to a folder names its files must not depend on the disk.
     seen = set()
     waiting = [("", root)]
     while waiting:
@@ -114,16 +115,17 @@ def _walk(root: str, skipped_at_top: set[str]) -> Iterator[TextFile]:
         if (status.st_dev, status.st_ino) in seen:
             continue
         seen.add((status.st_dev, status.st_ino))
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                name = entry.name
-                if name.startswith(".") or name == "__pycache__":
-                    continue
-                if entry.is_dir():
-                    if prefix or name not in skipped_at_top:
-                        waiting.append((f"{prefix}{name}/", entry.path))
-                elif entry.is_file():
-                    yield TextFile(entry.path, prefix + name, entry.stat().st_size)
+        with os.scandir(folder) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name, reverse=True)
+        for entry in entries:
+            name = entry.name
+            if name.startswith(".") or name == "__pycache__":
+                continue
+            if entry.is_dir():
+                if prefix or name not in skipped_at_top:
+                    waiting.append((f"{prefix}{name}/", entry.path))
+            elif entry.is_file():
+                yield TextFile(entry.path, prefix + name, entry.stat().st_size)
 
 
 class Reader:
@@ -173,7 +175,8 @@ class Reader:
         start = 0
         while start < len(data):
             piece = data[start : start + _DECODED_BYTES]
-            if b"\r" in bytes(piece):
+            # With one byte before it: a line end may lie across two pieces.
+            if b"\r\n" in bytes(data[max(0, start - 1) : start + _DECODED_BYTES]):
                 self._problems.append(
                     f"{file.relative} has Windows line ends and is too large to be read into"
                     f" memory, where they would be replaced; convert it (sed -i 's/\\r$//')"
@@ -192,7 +195,7 @@ class Reader:
             return
         shown = self._problems[:_NAMED_PROBLEMS]
         more = len(self._problems) - len(shown)
-        raise DataError("; ".join([*shown, *([f"and {more} more files"] if more else [])]) + ".")
+        raise DataError("; ".join([*shown, *([f"and {more} more files"] if more else [])]))
 
     def _is_text(self, file: TextFile, head: bytes | memoryview) -> bool:
         if b"\0" not in bytes(head):

@@ -28,7 +28,7 @@ def digits_datasets() -> tuple[ArrayDataset, ArrayDataset]:
     except ImportError as error:
         raise DataError(
             "the digits images come with scikit-learn, which is not installed; install it with"
-            " pip install 'jaxtrain[dev]' or pip install scikit-learn."
+            " pip install 'jaxtrain[dev]' or pip install scikit-learn"
         ) from error
     pixels_NP, label_N = load_digits(return_X_y=True)
     image_NHWC = np.asarray(pixels_NP, np.float32).reshape(-1, 8, 8, 1) / 16
@@ -49,7 +49,7 @@ def digits_datasets() -> tuple[ArrayDataset, ArrayDataset]:
     )
     _log.info(
         "digits: %d images of 8x8; image 0 and every fifth after it are held out: %d for training,"
-        " %d for evaluation.",
+        " %d for evaluation",
         len(image_NHWC),
         len(train),
         len(held_out),

@@ -84,13 +84,13 @@ class Loader:
         dataset = as_dataset(dataset)
         check_batch_size(global_batch_size, accumulate_steps, mesh, rules)
         if position < 0:
-            raise DataError(f"position={position} must not be negative.")
+            raise DataError(f"position={position} must not be negative")
         if len(dataset) == 0:
-            raise DataError(f"no training data in {name_of(dataset)}: it has 0 samples.")
+            raise DataError(f"no training data in {name_of(dataset)}: it has 0 samples")
         if len(dataset) < global_batch_size:
             _log.warning(
                 "%s has %d samples, fewer than global_batch_size=%d: samples repeat within each"
-                " batch (epoch after epoch, each epoch every sample once).",
+                " batch (epoch after epoch, each epoch every sample once)",
                 name_of(dataset),
                 len(dataset),
                 global_batch_size,
@@ -157,7 +157,7 @@ def eval_batches(
     check_batch_size(batch_size, 1, mesh, rules)
     num_rows = len(dataset)
     if num_rows == 0:
-        raise DataError(f"no evaluation data in {name_of(dataset)}: it has 0 samples.")
+        raise DataError(f"no evaluation data in {name_of(dataset)}: it has 0 samples")
     count = -(-num_rows // batch_size)
     if max_batches > 0:
         count = min(count, max_batches)

@@ -80,13 +80,13 @@ def _prepare(
 ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
     """Checks the arguments; returns (values as uint64 [M], round keys, one last key)."""
     if not 0 < n <= MAX_SAMPLES:
-        raise ValueError(f"n={n} samples cannot be ordered; n must lie in 1..2**62.")
+        raise ValueError(f"n={n} samples cannot be ordered; n must lie in 1..2**62")
     if not 0 <= seed < 2**64:
-        raise ValueError(f"seed={seed} must be non-negative and below 2**64.")
+        raise ValueError(f"seed={seed} must be non-negative and below 2**64")
     values_M = np.asarray(values, np.int64)
     if values_M.size and (values_M.min() < 0 or values_M.max() >= n):
         raise ValueError(
-            f"positions {values_M.min()}..{values_M.max()} lie outside an epoch of n={n} samples."
+            f"positions {values_M.min()}..{values_M.max()} lie outside an epoch of n={n} samples"
         )
     # One key per round and position, or, where all positions share the epoch, one per round. The
     # keys are a SplitMix64 stream that starts at a mix of seed and epoch.

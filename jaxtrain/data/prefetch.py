@@ -40,7 +40,7 @@ class Prefetcher:
             name: of the thread, and in messages.
         """
         if ahead < 1:
-            raise ValueError(f"ahead={ahead} must be at least 1.")
+            raise ValueError(f"ahead={ahead} must be at least 1")
         self._thread = _Thread(make, count, ahead, name)
         self._ended: BaseException | None = None
         self._finalizer = weakref.finalize(self, self._thread.stop)
@@ -67,7 +67,7 @@ class Prefetcher:
     def close(self) -> None:
         """Ends the thread; waits for its call in progress, at most JOIN_SECONDS."""
         if self._ended is None:
-            self._ended = RuntimeError(f"{self._thread.name} is closed.")
+            self._ended = RuntimeError(f"{self._thread.name} is closed")
         self._thread.stop()
 
     def __enter__(self) -> "Prefetcher":
@@ -105,7 +105,7 @@ class _Thread(threading.Thread):
         except BaseException as error:  # whatever it is, the consumer must not wait for ever
             if isinstance(error, StopIteration) or not isinstance(error, Exception):
                 # Raised as it is, it would end the consumer's loop or process without a word.
-                wrapped = RuntimeError(f"{self.name} met {error!r}.")
+                wrapped = RuntimeError(f"{self.name} met {error!r}")
                 wrapped.__cause__ = error
                 error = wrapped
             self.ready.put((None, error))
@@ -119,7 +119,7 @@ class _Thread(threading.Thread):
             self.join(JOIN_SECONDS)
             if self.is_alive():
                 _log.warning(
-                    "%s did not end within %g s: its read is still in progress. It is left behind.",
+                    "%s did not end within %g s: its read is still in progress; it is left behind",
                     self.name,
                     JOIN_SECONDS,
                 )
@@ -129,7 +129,7 @@ class _Thread(threading.Thread):
             while True:
                 self.ready.get_nowait()
         # A consumer in another thread may still be waiting.
-        self.ready.put((None, RuntimeError(f"{self.name} is closed.")))
+        self.ready.put((None, RuntimeError(f"{self.name} is closed")))
 
 
 _running: "weakref.WeakSet[_Thread]" = weakref.WeakSet()

@@ -59,10 +59,10 @@ class ArrayDataset:
         if not lengths or any(value.ndim == 0 for value in self.arrays.values()):
             raise DataError(
                 f"{name}: a dataset of arrays needs at least one, each with rows in dim 0;"
-                f" got { {key: value.shape for key, value in self.arrays.items()} }."
+                f" got { {key: value.shape for key, value in self.arrays.items()} }"
             )
         if len(set(lengths.values())) > 1:
-            raise DataError(f"{name}: all arrays need the same number of rows; got {lengths}.")
+            raise DataError(f"{name}: all arrays need the same number of rows; got {lengths}")
         self._length = next(iter(lengths.values()))
 
     def __len__(self) -> int:
@@ -101,12 +101,12 @@ class RecordDataset:
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         rows = [self.records[int(index)] for index in indices]
-        for index, row in zip(indices, rows, strict=True):
-            if not isinstance(row, Mapping) or row.keys() != rows[0].keys():
-                have = sorted(row) if isinstance(row, Mapping) else type(row).__name__
+        keys = [sorted(row) if isinstance(row, Mapping) else type(row).__name__ for row in rows]
+        for index, have in zip(indices, keys, strict=True):
+            if not isinstance(have, list) or have != keys[0]:
                 raise DataError(
                     f"{self.name}: each record must be a dict with the keys of the others; record"
-                    f" {index} is {have}, record {indices[0]} has {sorted(rows[0])}."
+                    f" {indices[0]} is {keys[0]}, record {index} is {have}"
                 )
         arrays = {}
         for key in rows[0]:
@@ -115,7 +115,7 @@ class RecordDataset:
             if len(shapes) > 1:
                 raise DataError(
                     f"{self.name}: {key!r} must have one shape in all records, to form a batch;"
-                    f" got {sorted(shapes)}. Pad or cut the records."
+                    f" got {sorted(shapes)}; pad or cut the records"
                 )
             arrays[key] = np.stack(values)
         return arrays
@@ -136,5 +136,5 @@ def as_dataset(data: Any) -> Dataset:
         return RecordDataset(data)
     raise DataError(
         f"{type(data).__name__} is no dataset; give a dict of arrays, a sequence of dicts, or an"
-        f" object with __len__, read(indices) and fingerprint."
+        f" object with __len__, read(indices) and fingerprint"
     )

@@ -128,11 +128,11 @@ def text_datasets(config: TextDataConfig) -> tuple[TextDataset, TextDataset | No
     try:
         texts = _read_all(find_files(config.source), reader, config.source)
     except OSError as error:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from error
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
     reader.raise_problems()
     if not texts:
         notes = "; ".join(reader.counts.notes())
-        raise DataError(f"no training data in data.source={config.source}: {notes}.")
+        raise DataError(f"no training data in data.source={config.source}: {notes}")
     split, train, held_out = split_texts(texts, fraction)
     datasets = []
     for kind, part in (("training", train), ("validation", held_out)):
@@ -152,10 +152,10 @@ def text_datasets(config: TextDataConfig) -> tuple[TextDataset, TextDataset | No
         raise DataError(
             f"not enough data in data.source={config.source}: {info.train_tokens} training tokens"
             f" (and {info.eval_tokens} held out) are fewer than one row of"
-            f" data.sequence_length={length}; use a smaller one, or more text."
+            f" data.sequence_length={length}; use a smaller one, or more text"
         )
     log = _log.warning if reader.counts.notes() else _log.info
-    log("%s.", info.summary())
+    log("%s", info.summary())
     return datasets[0], datasets[1] if held_out else None, info
 
 
@@ -183,13 +183,13 @@ def _read_all(files: list[TextFile], reader: Reader, source: str) -> list[Text]:
         raise DataError(
             f"data.source={source} has {nbytes(size)} in files that are read into memory, which"
             f" takes twice as much, and {nbytes(available)} are free; use fewer files, or join"
-            f" plain ones into files of {nbytes(MAPPED_BYTES)} or more, which stay on the disk."
+            f" plain ones into files of {nbytes(MAPPED_BYTES)} or more, which stay on the disk"
         )
     texts = []
     for file in files:
         if file in mapped:
             data = np.asarray(np.memmap(file.path, np.uint8, "r"))
-            _log.info("checking %s, %s.", file.relative, nbytes(file.size))
+            _log.info("checking %s, %s", file.relative, nbytes(file.size))
             if reader.check(file, data.data):
                 start = len(codecs.BOM_UTF8) * data[:3].tobytes().startswith(codecs.BOM_UTF8)
                 texts.append(Text(file.relative, [], data[start:], file.path))

@@ -1,0 +1,596 @@
+"""Text: documents as they really are, windows that lose nothing, an exact split, entropies."""
+
+import collections
+import json
+import logging
+import math
+import mmap
+import os
+import time
+
+import numpy as np
+import pytest
+
+from jaxtrain.data import files as files_lib
+from jaxtrain.data import text as text_lib
+from jaxtrain.data.entropy import conditional_entropy
+from jaxtrain.data.files import Reader, TextFile, find_files
+from jaxtrain.data.load import Loader, eval_batches
+from jaxtrain.data.text import (
+    SEPARATOR,
+    TextDataConfig,
+    decode,
+    encode,
+    split_texts,
+    text_datasets,
+)
+from jaxtrain.data.windows import TextDataset
+from jaxtrain.errors import ConfigError, DataError, ExitCode
+from jaxtrain.mesh import make_mesh
+
+D1_JSONL = b"\r\n".join(
+    [b'\xef\xbb\xbf{"text":"a"}', b"", b'{"text":"b"}', b'{"text":""}', b'{"text":"\xff"}']
+    + [b'{"text":"z"}']
+)
+
+
+def write(folder, contents):
+    """Writes {relative path: text or bytes}; returns the folder."""
+    for name, data in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return str(folder)
+
+
+def read(path, *, replace=False, skip_binary=False, json_field="text"):
+    reader = Reader(replace=replace, json_field=json_field, skip_binary=skip_binary)
+    path = str(path)
+    documents = reader.read(TextFile(path, os.path.basename(path), os.path.getsize(path)))
+    return documents, reader
+
+
+def load(source, **options):
+    return text_datasets(TextDataConfig(source=str(source), **options))
+
+
+def stream_of(dataset):
+    """The targets that count, in order, after the first byte."""
+    rows = dataset.read(np.arange(len(dataset)))
+    first = rows["tokens"][0, :1]
+    return bytes([*first, *rows["targets"][rows["loss_mask"] > 0]])
+
+
+# Case D1
+
+
+def test_d1_json_lines(tmp_path):
+    write(tmp_path, {"d.jsonl": D1_JSONL.replace(b"\xff", b"c")})
+    documents, reader = read(tmp_path / "d.jsonl")
+    assert documents == [b"a", b"b", b"c", b"z"]
+    assert reader.counts.empty_documents == 1
+    assert reader.counts.notes() == ["1 documents without text"]
+    reader.raise_problems()
+
+
+def test_d1_bad_byte_in_json_lines(tmp_path):
+    write(tmp_path, {"d.jsonl": D1_JSONL})
+    with pytest.raises(DataError) as caught:
+        load(tmp_path / "d.jsonl")
+    offset = D1_JSONL.index(b"\xff")
+    assert f"d.jsonl:5 (byte offset {offset}) is not UTF-8: byte 0xff" in str(caught.value)
+    assert "--data.on_bad_bytes=replace" in str(caught.value)
+    assert caught.value.exit_code == ExitCode.UNUSABLE
+    documents, reader = read(tmp_path / "d.jsonl", replace=True)
+    assert documents == [b"a", b"b", "\N{REPLACEMENT CHARACTER}".encode(), b"z"]
+    assert reader.counts.replaced_bytes == 1
+    assert "1 bad bytes replaced" in reader.counts.notes()
+    reader.raise_problems()
+
+
+def test_d1_a_line_that_is_only_a_bad_byte_is_dropped_and_counted(tmp_path):
+    write(tmp_path, {"d.jsonl": b'{"text":"a"}\r\n\xff\r\n{"text":"b"}'})
+    with pytest.raises(DataError, match=r"d.jsonl:2 \(byte offset 14\)"):
+        load(tmp_path / "d.jsonl")
+    documents, reader = read(tmp_path / "d.jsonl", replace=True)
+    assert documents == [b"a", b"b"]
+    assert (reader.counts.replaced_bytes, reader.counts.dropped_records) == (1, 1)
+    assert "1 broken records dropped" in reader.counts.notes()
+
+
+def test_d1_plain_text(tmp_path):
+    write(tmp_path, {"d.txt": b"\xef\xbb\xbfa\r\n\r\nb\r\nlast"})
+    assert read(tmp_path / "d.txt")[0] == [b"a\n\nb\nlast"]
+    write(tmp_path, {"d.txt": b"\xef\xbb\xbfa\r\n\r\nb\xff\xffc\r\nlast"})
+    with pytest.raises(DataError, match=r"d.txt:3 \(byte offset 9\) is not UTF-8: byte 0xff"):
+        load(tmp_path / "d.txt")
+    documents, reader = read(tmp_path / "d.txt", replace=True)
+    assert documents == ["a\n\nb\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}c\nlast".encode()]
+    assert reader.counts.replaced_bytes == 2
+
+
+def test_d1_a_file_of_no_bytes_is_skipped_with_a_warning(tmp_path, caplog):
+    write(tmp_path, {"a.txt": "some text, long enough", "b.txt": b"", "c.txt": b"\xef\xbb\xbf"})
+    train, _, info = load(tmp_path, sequence_length=4)
+    assert info.counts.empty_files == ["b.txt"]
+    assert info.counts.empty_documents == 1
+    assert stream_of(train).startswith(b"\xffsome text")
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "1 empty files skipped (b.txt)" in warnings[0]
+
+
+@pytest.mark.parametrize("contents", [b"", b"\xef\xbb\xbf"])
+def test_d1_nothing_left_is_an_error(tmp_path, contents):
+    write(tmp_path, {"a.txt": contents})
+    for source in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(DataError, match=r"no training data in data.source="):
+            load(source)
+
+
+# Documents
+
+
+def test_a_bad_byte_far_into_a_file_is_located(tmp_path, monkeypatch):
+    # Pieces of 8 bytes split many of the two-byte characters before it.
+    monkeypatch.setattr(files_lib, "_DECODED_BYTES", 8)
+    text = "na\u00efve\n" * 50
+    data = text.encode() + b"x\xe9t\xe9\n" + text.encode()
+    write(tmp_path, {"a.txt": data})
+    offset = len(text.encode()) + 1
+    with pytest.raises(DataError, match=rf"a.txt:51 \(byte offset {offset}\).*byte 0xe9"):
+        load(tmp_path)
+    documents, reader = read(tmp_path / "a.txt", replace=True)
+    assert documents == [data.decode("utf-8", "replace").encode()]
+    assert reader.counts.replaced_bytes == 2
+    # A replacement character that was there before is not counted.
+    write(tmp_path, {"a.txt": "\N{REPLACEMENT CHARACTER} \u00e9" + "x" * 20})
+    assert read(tmp_path / "a.txt", replace=True)[1].counts.replaced_bytes == 0
+
+
+def test_a_character_cut_off_at_the_end_is_a_bad_byte(tmp_path):
+    write(tmp_path, {"a.txt": "abc\u00e9".encode()[:-1]})
+    with pytest.raises(DataError, match=r"a.txt:1 \(byte offset 3\)"):
+        load(tmp_path)
+
+
+def test_all_bad_files_are_named_at_once(tmp_path):
+    write(tmp_path, {**{f"f{i}.txt": b"ok\n\xff" for i in range(7)}, "good.txt": "good"})
+    with pytest.raises(DataError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert [f"f{i}.txt:2 (byte offset 3)" in message for i in range(7)] == [True] * 5 + [False] * 2
+    assert message.endswith("and 2 more files")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{oops}", "d.jsonl:2 is not JSON"),
+        (b'["a"]', "d.jsonl:2 has no field 'text' .it has: list."),
+        (b'{"body":"x","id":1}', "d.jsonl:2 has no field 'text' .it has: body, id."),
+        (b'{"text":5}', "d.jsonl:2 has int, not text, in field 'text'"),
+        (rb'{"text":"\ud800"}', "d.jsonl:2 escapes half a surrogate pair"),
+        (b"[" * 100_000, "d.jsonl:2 is not JSON"),
+    ],
+)
+def test_records_that_hold_no_text_are_named(tmp_path, line, message):
+    write(tmp_path, {"d.jsonl": b'{"text":"a"}\n' + line + b'\n{"text":"b"}\n'})
+    with pytest.raises(DataError, match=message):
+        load(tmp_path)
+
+
+def test_half_a_surrogate_pair_can_be_replaced(tmp_path):
+    write(tmp_path, {"d.jsonl": rb'{"text":"x\ud800y\ud83d\ude00"}'})
+    documents, reader = read(tmp_path / "d.jsonl", replace=True)
+    assert documents == ["x\N{REPLACEMENT CHARACTER}y\N{GRINNING FACE}".encode()]
+    assert reader.counts.replaced_bytes == 1
+
+
+def test_the_field_of_json_lines_can_be_chosen(tmp_path):
+    write(tmp_path, {"d.ndjson": json.dumps({"body": "x\r\ny", "text": "no"})})
+    assert read(tmp_path / "d.ndjson", json_field="body")[0] == [b"x\ny"]
+
+
+def test_binary_files_are_skipped_in_a_folder_and_an_error_alone(tmp_path, caplog):
+    write(tmp_path, {"picture.png": b"\x89PNG\0\0", "a.txt": "plain text " * 3})
+    _, _, info = load(tmp_path, sequence_length=4)
+    assert info.counts.binary_files == ["picture.png"]
+    assert "1 binary files skipped (picture.png)" in caplog.text
+    write(tmp_path, {"wide.txt": "text".encode("utf-16")})
+    with pytest.raises(DataError, match=r"wide.txt holds NUL bytes: .*iconv -f utf-16 -t utf-8"):
+        load(tmp_path / "wide.txt")
+
+
+def test_files_of_a_folder_are_found_in_a_fixed_order(tmp_path):
+    write(
+        tmp_path,
+        {
+            "b.txt": "1",
+            "a/z.txt": "2",
+            "a/b/c.md": "3",
+            "a.txt": "4",
+            "q.txt": "5",
+            ".hidden": "6",
+            ".git/config": "7",
+            "__pycache__/x.py": "8",
+        },
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    found = [file.relative for file in find_files(str(tmp_path))]
+    # The folder a is reached by its name and by a link to it, but read once.
+    assert found == ["a.txt", "a/b/c.md", "a/z.txt", "b.txt", "q.txt"]
+
+
+def test_missing_and_unreadable_sources_are_named(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"data.source=/no/such does not exist; give stdlib, or"):
+        load("/no/such")
+    with pytest.raises(DataError, match="the folder holds no files"):
+        load(tmp_path)
+    write(tmp_path, {"a.txt": "text " * 100})
+    monkeypatch.setattr(text_lib, "_available_memory", lambda: 999)
+    with pytest.raises(DataError, match=r"has 500 B in files .* and 999 B are free"):
+        load(tmp_path)
+    monkeypatch.undo()
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "a.txt"))
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(DataError, match=r"a.txt cannot be read: Permission denied"):
+        load(tmp_path)
+
+
+# Windows
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 50, 64])
+@pytest.mark.parametrize("size", [2, 3, 8, 50, 51, 52, 101])
+def test_windows_hold_every_target_once(length, size):
+    stream = (np.arange(size) * 7 % 251).astype(np.uint8)
+    data = TextDataset([stream], length)
+    rows = data.read(np.arange(len(data)))
+    assert len(data) == math.ceil((size - 1) / length)
+    assert data.num_tokens == size - 1
+    assert {k: (v.dtype, v.shape) for k, v in rows.items()} == {
+        "tokens": (np.int32, (len(data), length)),
+        "targets": (np.int32, (len(data), length)),
+        "loss_mask": (np.float32, (len(data), length)),
+    }
+    real = rows["loss_mask"] > 0
+    assert set(np.unique(rows["loss_mask"])) <= {0.0, 1.0}
+    np.testing.assert_array_equal(rows["tokens"][real], stream[:-1])
+    np.testing.assert_array_equal(rows["targets"][real], stream[1:])
+    # Random access: any rows, in any order, more than once.
+    some = np.array([len(data) - 1, 0, len(data) // 2, 0])
+    for name, array in data.read(some).items():
+        np.testing.assert_array_equal(array, rows[name][some])
+
+
+def test_windows_over_several_streams_do_not_mix_them():
+    streams = [np.full(size, value, np.uint8) for value, size in ((1, 10), (2, 1), (3, 2), (4, 9))]
+    data = TextDataset(streams, 4)
+    rows = data.read(np.arange(len(data))[::-1])
+    real = rows["loss_mask"] > 0
+    assert len(data) == 3 + 0 + 1 + 2
+    np.testing.assert_array_equal(rows["tokens"][real], rows["targets"][real])
+    assert collections.Counter(rows["targets"][real].tolist()) == {1: 9, 3: 1, 4: 8}
+    assert data.num_tokens == 18
+
+
+def test_the_fingerprint_depends_on_the_text_and_the_length():
+    streams = [np.arange(50, dtype=np.uint8)]
+    changed = [np.concatenate([streams[0][:-1], [0]]).astype(np.uint8)]
+    prints = {
+        TextDataset(streams, 4).fingerprint,
+        TextDataset(streams, 5).fingerprint,
+        TextDataset(changed, 4).fingerprint,
+        TextDataset([streams[0][:25], streams[0][25:]], 4).fingerprint,
+    }
+    assert len(prints) == 4
+    assert TextDataset([streams[0].copy()], 4).fingerprint in prints
+
+
+# The split
+
+
+def test_documents_stand_between_separators(tmp_path):
+    write(
+        tmp_path, {"a.txt": "one", "b.jsonl": '{"text":"two"}\n{"text":"three"}', "c.txt": "four"}
+    )
+    train, held_out, info = load(tmp_path, sequence_length=4, validation_fraction=0)
+    assert stream_of(train) == b"\xffone\xfftwo\xffthree\xfffour\xff"
+    assert held_out is None
+    assert (info.split, info.train_tokens, info.eval_tokens) == ("none", 19, 0)
+    assert (info.vocab_size, info.separator) == (256, SEPARATOR)
+
+
+def many_files(folder, count=200, size=100):
+    rng = np.random.default_rng(0)
+    return write(
+        folder,
+        {
+            **{
+                f"d{i % 7}/f{i}.txt": f"{i:05d} " + "x" * int(rng.integers(size, 2 * size)) + "\n"
+                for i in range(count)
+            }
+        },
+    )
+
+
+def names_in(dataset):
+    documents = stream_of(dataset).split(b"\xff")[1:-1]
+    return {document[:5] for document in documents}, b"".join(documents)
+
+
+def test_many_files_are_split_by_file(tmp_path):
+    source = many_files(tmp_path)
+    train, held_out, info = load(source, validation_fraction=0.1)
+    assert info.split == "files"
+    assert (info.train_files, info.eval_files) == (
+        len(names_in(train)[0]),
+        len(names_in(held_out)[0]),
+    )
+    train_names, held_out_names = names_in(train)[0], names_in(held_out)[0]
+    assert train_names.isdisjoint(held_out_names)
+    assert len(train_names | held_out_names) == 200
+    total = info.train_tokens + info.eval_tokens
+    assert 0.04 < info.eval_tokens / total < 0.2
+    # Each byte, and a separator for each document, is a target once.
+    assert total == 200 + sum(file.size for file in find_files(source))
+
+
+def test_a_file_stays_on_its_side_when_others_come(tmp_path):
+    source = many_files(tmp_path, count=150)
+    before = names_in(load(source, validation_fraction=0.1)[1])[0]
+    many_files(tmp_path, count=200)
+    after = names_in(load(source, validation_fraction=0.1)[1])[0]
+    assert {name for name in after if int(name) < 150} == before
+    assert len(after) > len(before)
+
+
+def test_the_split_is_pinned(tmp_path):
+    # It must not change from version to version: validation data would leak into training.
+    source = many_files(tmp_path, count=100)
+    held_out = names_in(load(source, validation_fraction=0.05)[1])[0]
+    assert sorted(map(int, held_out)) == [19, 38, 48, 89, 99]
+
+
+def test_one_file_is_split_at_its_end_after_a_line(tmp_path):
+    lines = "".join(f"line {i} is here\n" for i in range(500))
+    write(tmp_path, {"a.txt": lines})
+    train, held_out, info = load(tmp_path / "a.txt", validation_fraction=0.1)
+    first, last = (stream_of(part).strip(b"\xff").decode() for part in (train, held_out))
+    assert info.split == "ends"
+    assert first + last == lines
+    assert last.startswith("line 45")
+    assert abs(len(last) / len(lines) - 0.1) < 0.01
+
+
+def test_text_without_lines_is_cut_between_characters(tmp_path):
+    for prefix in ("", "a", "ab"):
+        text = prefix + "\u20ac" * 100
+        write(tmp_path, {"a.txt": text})
+        train, held_out, _ = load(tmp_path, validation_fraction=0.1, sequence_length=4)
+        first, last = (stream_of(part).strip(b"\xff").decode() for part in (train, held_out))
+        assert first + last == text
+        assert 8 <= len(last) <= 11
+
+
+def test_a_file_of_many_records_is_split_between_records(tmp_path):
+    write(
+        tmp_path, {"d.jsonl": "\n".join(json.dumps({"text": f"{i:03d}" * 5}) for i in range(100))}
+    )
+    train, held_out, info = load(tmp_path / "d.jsonl", validation_fraction=0.05)
+    first, last = (stream_of(part).strip(b"\xff").split(b"\xff") for part in (train, held_out))
+    assert info.split == "ends"
+    assert [d[:3] for d in first + last] == [f"{i:03d}".encode() for i in range(100)]
+    assert all(len(document) == 15 for document in first + last)
+    assert 4 <= len(last) <= 5
+
+
+def test_files_of_very_different_size_are_split_at_their_ends(tmp_path):
+    # Whichever file the hash picked, one side would be nearly everything or nearly nothing.
+    write(tmp_path, {"large.txt": "a long line of text\n" * 1000, "small.txt": "tiny\n" * 10})
+    train, held_out, info = load(tmp_path, validation_fraction=0.05)
+    assert info.split == "ends"
+    assert 0.04 < held_out.num_tokens / (held_out.num_tokens + train.num_tokens) < 0.06
+    assert b"tiny" in stream_of(train)
+    assert stream_of(held_out).endswith(b"y\n\xff")
+
+
+def test_split_texts_keeps_every_byte():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        texts = [
+            text_lib.Text(
+                f"f{i}", [bytes(rng.integers(32, 127, size).astype(np.uint8)) for size in sizes]
+            )
+            for i, sizes in enumerate(
+                rng.integers(1, 50, rng.integers(1, 5)) for _ in range(rng.integers(1, 6))
+            )
+        ]
+        how, train, held_out = split_texts(texts, float(rng.choice([0.01, 0.1, 0.5])))
+        assert sum(t.size for t in train) + sum(t.size for t in held_out) == sum(
+            t.size for t in texts
+        )
+        assert train
+        assert all(t.size for t in train + held_out)
+        assert (how == "none") == (not held_out)
+
+
+def test_too_little_text_is_an_error_with_numbers(tmp_path):
+    write(tmp_path, {"a.txt": "only a few words"})
+    message = r"15 training tokens \(and 3 held out\) .* data.sequence_length=64; use a smaller"
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "a.txt", sequence_length=64, validation_fraction=0.1)
+    with pytest.raises(ConfigError, match="sequence_length"):
+        TextDataConfig(sequence_length=0)
+    with pytest.raises(ConfigError, match="on_bad_bytes"):
+        TextDataConfig(on_bad_bytes="ignore")
+
+
+# Large files
+
+
+def is_mapped(array):
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return isinstance(array, mmap.mmap)
+
+
+def test_large_files_are_mapped_and_give_the_same_text(tmp_path, monkeypatch):
+    lines = "".join(f"line {i}: caf\u00e9\n" for i in range(300))
+    write(
+        tmp_path, {"large.txt": b"\xef\xbb\xbf" + lines.encode(), "small.txt": "small text\n" * 8}
+    )
+    monkeypatch.setattr(text_lib, "MAPPED_BYTES", 1000)
+    monkeypatch.setattr(files_lib, "_DECODED_BYTES", 64)
+    train, held_out, info = load(tmp_path, sequence_length=16, validation_fraction=0.1)
+    assert info.counts.documents == 2
+    maps = [stream for stream in train._streams if is_mapped(stream)]
+    assert len(maps) == 1
+    assert bytes(maps[0]) == lines.encode()[: len(maps[0])]
+    rows = train.read(np.arange(len(train)))
+    counted = bytes(rows["targets"][rows["loss_mask"] > 0].astype(np.uint8))
+    assert lines.encode()[1 : len(maps[0])] in counted
+    assert b"small text\nsmall text" in counted
+    total = len(lines.encode()) + 8 * 11
+    assert 0.05 < held_out.num_tokens / total < 0.2
+    # A file that shrinks while it is mapped must not kill the process.
+    os.truncate(tmp_path / "large.txt", 500)
+    with pytest.raises(DataError, match=r"large.txt shrank from .* to 500 bytes"):
+        train.read(np.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b"\xff", r"a.txt:101 \(byte offset 600\) is not UTF-8"),
+        (b"\r\n", "a.txt has Windows line ends and is too large"),
+        (b"\xe9", r"a.txt:101 \(byte offset 600\)"),
+    ],
+)
+def test_large_files_are_checked_before_they_are_mapped(tmp_path, monkeypatch, bad, message):
+    monkeypatch.setattr(text_lib, "MAPPED_BYTES", 100)
+    for piece in (7, 64, 601, 2**20):
+        monkeypatch.setattr(files_lib, "_DECODED_BYTES", piece)
+        write(tmp_path, {"a.txt": b"hello\n" * 100 + bad + b"more\n"})
+        with pytest.raises(DataError, match=message):
+            load(tmp_path, sequence_length=8)
+        # A lone carriage return is no Windows line end.
+        write(tmp_path, {"a.txt": b"hello\n" * 100 + b"50%\r100%\n"})
+        load(tmp_path, sequence_length=8)
+
+
+# Entropy
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+def test_entropy_equals_a_count_by_hand(order):
+    data = ("the cat sat on the mat and the rat sat on the cat, " * 3 + "end").encode()
+    grams = collections.Counter(data[i : i + order + 1] for i in range(len(data) - order))
+    contexts = collections.Counter(data[i : i + order] for i in range(len(data) - order))
+    total = len(data) - order
+    expected = -sum(
+        count / total * math.log(count / contexts[gram[:order]]) for gram, count in grams.items()
+    )
+    assert conditional_entropy(data, order) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_entropy_of_known_sources():
+    assert conditional_entropy(b"ab" * 100, 1) == 0
+    assert conditional_entropy(bytes(range(256)) * 4, 0) == pytest.approx(math.log(256))
+    rng = np.random.default_rng(0)
+    fair = rng.integers(0, 2, 200_000).astype(np.uint8)
+    assert conditional_entropy(fair, 2) == pytest.approx(math.log(2), abs=1e-3)
+
+
+def test_entropy_does_not_depend_on_pieces(monkeypatch):
+    rng = np.random.default_rng(0)
+    data = (rng.integers(0, 6, 5000) ** 2).astype(np.uint8)
+    whole = conditional_entropy(data, 2)
+    monkeypatch.setattr("jaxtrain.data.entropy._PIECE", 64)
+    assert conditional_entropy(data, 2) == pytest.approx(whole, rel=1e-12)
+    # Streams: no context runs from one into the next.
+    pairs = [b"ab" * 10, b"ba" * 10]
+    assert conditional_entropy([np.frombuffer(p, np.uint8) for p in pairs], 1) == 0
+    with pytest.raises(DataError, match="no byte has 2 bytes before it"):
+        conditional_entropy(b"ab", 2)
+    with pytest.raises(ValueError, match="order=7"):
+        conditional_entropy(data, 7)
+
+
+def test_a_bigram_table_reaches_the_entropy_of_the_validation_targets():
+    # The number that is printed beside the loss is over exactly the targets that the loss counts.
+    _, held_out, _ = text_datasets(TextDataConfig())
+    rows = held_out.read(np.arange(len(held_out)))
+    real = rows["loss_mask"] > 0
+    tokens, targets = rows["tokens"][real], rows["targets"][real]
+    table = np.zeros((256, 256))
+    np.add.at(table, (tokens, targets), 1)
+    loss = -np.log(table[tokens, targets] / table.sum(1)[tokens]).mean()
+    assert held_out.conditional_entropy(1) == pytest.approx(loss, rel=1e-6)
+    assert held_out.conditional_entropy(2) < held_out.conditional_entropy(1) < 3
+
+
+# The standard library, and the whole way to the devices
+
+
+def test_stdlib_is_there_split_by_file_and_fast():
+    started = time.perf_counter()
+    train, held_out, info = text_datasets(TextDataConfig())
+    seconds = time.perf_counter() - started
+    again = text_datasets(TextDataConfig())[0]
+    assert info.split == "files"
+    assert info.counts.notes() == []
+    assert info.train_tokens > 5_000_000
+    assert 0.02 < info.eval_tokens / info.train_tokens < 0.1
+    assert train.fingerprint == again.fingerprint
+    assert all(not file.relative.startswith("test/") for file in find_files("stdlib"))
+    # 0.07 s on an idle core.
+    assert seconds < 2
+    text = decode(held_out.read(np.arange(20))["tokens"].reshape(-1))
+    assert "import" in text or "def " in text
+
+
+def test_batches_of_text_reach_the_devices_as_they_stand_in_the_file(tmp_path):
+    text = "".join(f"{i:06d}" for i in range(300))
+    write(tmp_path, {"a.txt": text})
+    train, held_out, _ = load(tmp_path, sequence_length=6, validation_fraction=0.1)
+    mesh = make_mesh("data:2,fsdp:4")
+    counted = 0.0
+    seen = []
+    for arrays, _ in eval_batches(held_out, mesh, batch_size=8):
+        mask = np.asarray(arrays["loss_mask"])
+        counted += mask.sum()
+        seen.append(np.asarray(arrays["targets"])[mask > 0])
+    assert counted == held_out.num_tokens
+    assert bytes(np.concatenate(seen).astype(np.uint8)) == stream_of(held_out)[1:]
+    with Loader(train, mesh, global_batch_size=len(train) // 8 * 8, seed=0) as loader:
+        arrays = next(loader).arrays
+    assert {name: array.dtype.name for name, array in arrays.items()} == {
+        "tokens": "int32",
+        "targets": "int32",
+        "loss_mask": "float32",
+    }
+    for row, mask in zip(*(np.asarray(arrays[k]) for k in ("targets", "loss_mask")), strict=True):
+        assert decode(row[mask > 0]).strip("\n") in text
+
+
+def test_order_off_reads_the_text_from_start_to_end(tmp_path):
+    write(tmp_path, {"a.txt": "abcdefghijklmnopqrstuvwxyz"})
+    train, _, _ = load(tmp_path, sequence_length=3, validation_fraction=0, shuffle=False)
+    with Loader(train, make_mesh("data:8"), global_batch_size=8) as loader:
+        arrays = next(loader).arrays
+    assert decode(np.asarray(arrays["targets"]).reshape(-1)) == "abcdefghijklmnopqrstuvwx"
+
+
+def test_encode_and_decode():
+    text = "caf\u00e9 \N{GRINNING FACE}"
+    assert encode(text).dtype == np.int32
+    assert decode(encode(text)) == text
+    assert decode([SEPARATOR, 97, SEPARATOR]) == "\na\n"
+    assert decode([0xE9]) == "\N{REPLACEMENT CHARACTER}"
