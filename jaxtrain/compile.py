@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.backend import captured_stderr, mended_compile_cache
 from jaxtrain.errors import ConfigError
-from jaxtrain.sharding import has_gathered_params
+from jaxtrain.sharding import has_gathered_params, saves_all_but_gathered
 
 _log = logging.getLogger("jaxtrain")
 
@@ -174,7 +174,7 @@ def remat_policy(name: str) -> Callable[..., Any] | None:
         return jax.checkpoint_policies.nothing_saveable
     if name == "dots":
         return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return _all_but_gathered if has_gathered_params() else None
+    return saves_all_but_gathered if has_gathered_params() else None
 
 
 def remat(block: Callable[..., Any], name: str, *, is_scanned: bool = True) -> Callable[..., Any]:
@@ -190,11 +190,6 @@ def remat(block: Callable[..., Any], name: str, *, is_scanned: bool = True) -> C
     if policy is None:
         return block
     return jax.checkpoint(block, policy=policy, prevent_cse=not is_scanned)
-
-
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    # Casts cost nothing to repeat, and a cast that is kept holds what it was cast from twice.
-    return primitive.name not in ("sharding_constraint", "convert_element_type")
 
 
 # ---------------------------------------------------------------------------------------------

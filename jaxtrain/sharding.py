@@ -55,6 +55,7 @@ __all__ = [
     "param_layouts",
     "param_shardings",
     "partition_spec",
+    "saves_all_but_gathered",
     "shard_batch",
     "use_rules",
 ]
@@ -232,6 +233,16 @@ def has_gathered_params() -> bool:
         for name, axes in rules.storage.items()
         for axis in as_axes(axes) or ()
     )
+
+
+def saves_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A `jax.checkpoint` policy that drops what `gather_param` returns, and nothing else."""
+    if primitive.name != "custom_vjp_call" or "call_jaxpr" not in params:
+        return True
+    # A policy sees neither the function nor its name: casts and constraints alone are a gather.
+    operations = {equation.primitive.name for equation in params["call_jaxpr"].eqns}
+    operations.discard("convert_element_type")
+    return operations != {"sharding_constraint"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
