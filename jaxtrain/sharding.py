@@ -49,6 +49,7 @@ __all__ = [
     "check_batch_size",
     "constrain",
     "gather_param",
+    "gather_params",
     "has_gathered_params",
     "opt_state_layouts",
     "opt_state_shardings",
@@ -137,6 +138,7 @@ class _Active:
         self.mesh = mesh
         self.rules = rules
         self.used: set[str] = set()
+        self.has_gathered = False
 
     def sharding(self, logical_axes: Sequence[str | None], table: str) -> NamedSharding | None:
         """The sharding of an array in this trace, or None where there is nothing to split."""
@@ -167,8 +169,11 @@ _active = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def use_rules(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None]:
+def use_rules(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[_Active]:
     """Makes mesh and rules known to `constrain` and `gather_param` while a step is traced.
+
+    Yields:
+        What the trace has read so far; `has_gathered` tells whether `gather_param` was called.
 
     Raises:
         ConfigError: at the end, when a compute rule that is not a default was never read.
@@ -176,7 +181,7 @@ def use_rules(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[None
     check_mesh(mesh)
     active = _Active(mesh, rules)
     with _active(active):
-        yield
+        yield active
     unused = [
         f"{name!r} -> {axes!r}"
         for name, axes in rules.compute.items()
@@ -209,17 +214,60 @@ def gather_param(
 
     The all-gather moves the compute dtype (half the bytes of float32 for bfloat16). The gradient
     is laid out for storage before it is cast back, so that XLA reduces and scatters it instead of
-    reducing it everywhere.
+    reducing it everywhere. In a region that is manual over axes of the storage layout, where
+    `param` is the shard of this copy, both are written out.
+
+    A model that calls this for one parameter has to call it for all, also for small ones.
     """
     active = _active.value
     if active is None:
         return param.astype(dtype)
     _check_rank(param, logical_axes)
+    active.has_gathered = True
     storage = active.sharding(logical_axes, "storage")
     compute = active.sharding(logical_axes, "compute")
-    if storage is None or compute is None:
+    by_hand = split_by_hand(partition_spec(logical_axes, active.rules.storage, active.mesh))
+    if not by_hand and (storage is None or compute is None):
         return param.astype(dtype)
-    return _gather(param, storage, compute, np.dtype(dtype), param.dtype)
+    return _gather(param, storage, compute, by_hand, np.dtype(dtype), param.dtype)
+
+
+def gather_shard(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gathers a parameter that is stored by `spec` over the axes that are manual here."""
+    return _gather(shard, None, None, split_by_hand(spec), shard.dtype, shard.dtype)
+
+
+def split_by_hand(spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """The dims, with their mesh axes, that `spec` splits over axes that are manual here."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    split = [
+        (dim, tuple(axis for axis in as_axes(entry) or () if axis in manual))
+        for dim, entry in enumerate(spec)
+    ]
+    return tuple((dim, axes) for dim, axes in split if axes)
+
+
+def gather_params(params: Any, logical_axes: Any = None) -> Any:
+    """`gather_param` for all parameters of a model that knows nothing of layouts.
+
+    Without it XLA is free to move the activations of the whole batch instead of the parameters,
+    which it does for plain layers. Path rules and the placement by size count here too.
+    """
+    active = _active.value
+    if active is None or active.mesh.size == 1:
+        return params
+    layouts = param_layouts(params, logical_axes, active.mesh, active.rules)
+
+    def gather(param: jax.Array, layout: Layout) -> jax.Array:
+        storage = active.place(layout.spec)
+        compute = active.sharding(layout.logical_axes or (None,) * param.ndim, "compute")
+        if storage is None or compute is None or storage == compute:
+            return param
+        return _gather(param, storage, compute, param.dtype, param.dtype)
+
+    leaves, structure = jax.tree.flatten(params)
+    gathered = [gather(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+    return jax.tree.unflatten(structure, gathered)
 
 
 def has_gathered_params() -> bool:
@@ -245,21 +293,32 @@ def saves_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     return operations != {"sharding_constraint"}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(param, storage, compute, dtype, param_dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
+def _gather(param, storage, compute, by_hand, dtype, param_dtype):
     # The first constraint holds the cast on the storage side of the gather.
     del param_dtype
-    stored = jax.lax.with_sharding_constraint(param.astype(dtype), storage)
-    return jax.lax.with_sharding_constraint(stored, compute)
+    param = _constrain_if(param.astype(dtype), storage)
+    for dim, axes in by_hand:
+        param = jax.lax.all_gather(param, axes, axis=dim, tiled=True)
+    return _constrain_if(param, compute)
 
 
-def _gather_fwd(param, storage, compute, dtype, param_dtype):
-    return _gather(param, storage, compute, dtype, param_dtype), None
+def _gather_fwd(param, storage, compute, by_hand, dtype, param_dtype):
+    return _gather(param, storage, compute, by_hand, dtype, param_dtype), None
 
 
-def _gather_bwd(storage, compute, dtype, param_dtype, residuals, grad):
+def _gather_bwd(storage, compute, by_hand, dtype, param_dtype, residuals, grad):
     del compute, dtype, residuals
-    return (jax.lax.with_sharding_constraint(grad, storage).astype(param_dtype),)
+    if by_hand:
+        # Sums over devices are taken in the dtype of the parameter.
+        grad = grad.astype(param_dtype)
+    for dim, axes in by_hand:
+        grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+    return (_constrain_if(grad, storage).astype(param_dtype),)
+
+
+def _constrain_if(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
