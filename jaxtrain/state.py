@@ -78,6 +78,24 @@ def state_shardings(
     )
 
 
+def placed_state(
+    model: Model | tuple,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    rules: ShardingRules = DEFAULT_RULES,
+    seed: int = 0,
+    ema: bool = False,
+) -> TrainState:
+    """`abstract_state` with the sharding of every leaf: what a restore asks for."""
+    abstract = abstract_state(model, tx, seed=seed, ema=ema)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract,
+        state_shardings(abstract, model, mesh, rules),
+    )
+
+
 def init_state(
     model: Model | tuple,
     tx: optax.GradientTransformation,

@@ -101,3 +101,47 @@ def training_flops_per_token(
         sequence_length: T.
     """
     return 6.0 * num_params + 12.0 * num_layers * attention_dim * sequence_length
+
+
+class Throughput:
+    """Turns the time of a step into rows, tokens and share of the peak per second.
+
+    Args:
+        rows_per_step: of the global batch.
+        tokens_per_row: None for data that is not made of tokens.
+        flops_per_token: see `training_flops_per_token`; None where nobody can say.
+        peak_flops: of all devices together; None where no peak is known.
+    """
+
+    def __init__(
+        self,
+        rows_per_step: int,
+        *,
+        tokens_per_row: int | None = None,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self._rows_per_step = rows_per_step
+        self._tokens_per_row = tokens_per_row
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+
+    def record(self, samples_seen: int, times: Mapping[str, float]) -> dict[str, float | None]:
+        """The part of a record that speaks of amounts and speed.
+
+        Args:
+            samples_seen: rows since the start of the run.
+            times: of `StepClock.read`; without them there is no speed.
+        """
+        tokens = self._tokens_per_row
+        record: dict[str, float | None] = {"samples": samples_seen}
+        if tokens is not None:
+            record["tokens"] = samples_seen * tokens
+        if times:
+            rate = self._rows_per_step / times["step_seconds"]
+            record |= {"samples_per_second": rate, **times}
+            if tokens is not None:
+                record |= {"tokens_per_second": rate * tokens, "mfu": None}
+                if self._flops_per_token is not None and self._peak_flops:
+                    record["mfu"] = rate * tokens * self._flops_per_token / self._peak_flops
+        return record

@@ -13,7 +13,7 @@ this process reads.
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -136,7 +136,7 @@ def eval_batches(
     rules: ShardingRules = DEFAULT_RULES,
     batch_size: int,
     max_batches: int = 0,
-) -> Iterator[tuple[dict[str, jax.Array], int]]:
+) -> Generator[tuple[dict[str, jax.Array], int]]:
     """Yields (arrays [batch_size, ...], number of rows that count), each row once and in order.
 
     The last batch is filled with copies of the last row whose "loss_mask" is 0: every array keeps
@@ -168,7 +168,7 @@ def eval_batches(
 
 def _evaluate_all(
     dataset: Dataset, placement: "BatchPlacement", batch_size: int, count: int
-) -> Iterator[tuple[dict[str, jax.Array], int]]:
+) -> Generator[tuple[dict[str, jax.Array], int]]:
     with Prefetcher(
         _EvaluationBatches(dataset, placement, batch_size),
         count=count,

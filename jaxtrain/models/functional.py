@@ -39,6 +39,8 @@ class Model:
     per dimension. None for a model that declares none: path rules or sizes decide then."""
     num_padding_params: int = 0
     """Elements of the parameters that only pad the vocabulary; left out of parameter counts."""
+    flops_per_token: Callable[[int], float] | None = None
+    """sequence length -> FLOPs of one token in training; see `throughput`. None: not stated."""
     unembed: Callable[[Params], jax.Array] | None = None
     """params -> head_DV with padding columns; `outputs` are then the final hidden_BTD."""
     unembed_axes: tuple[str, str] = ("embed", "vocab")

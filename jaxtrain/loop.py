@@ -1,0 +1,450 @@
+"""The training loop: `fit`, one long function whose order is a contract.
+
+    at each step boundary:
+        1. evaluate, if due            (nothing is in flight but the last step)
+        2. save, if due                (after the flag of the state's own step was read)
+        3. stop, if done or asked to
+        4. take the next batch         (a thread has put it on the devices already)
+        5. dispatch the step           (asynchronous: the devices begin, Python goes on)
+        6. fetch the metrics of the step *before* it, and log them
+
+Step 6 is one step late on purpose: reading the metrics of the step just dispatched would wait for
+the devices, and they would then wait for Python. "Step s" is the number of optimizer steps done:
+record s, checkpoint s and `state.step == s` belong together.
+
+    import jaxtrain, optax
+
+    result = jaxtrain.fit(
+        model, loss_fn, {"image": images, "label": labels}, {"image": ..., "label": ...},
+        config=jaxtrain.RunConfig(workdir="runs/first", num_steps=1000),
+    )
+    result.state.params, result.eval_metrics["loss"]
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxtrain import optim, resume, run_files
+from jaxtrain.audit import audit
+from jaxtrain.compile import CompiledStep, compile_step, compiler_options
+from jaxtrain.config import RunConfig
+from jaxtrain.data.load import Loader, eval_batches
+from jaxtrain.data.sources import Dataset, as_dataset
+from jaxtrain.errors import ConfigError
+from jaxtrain.evaluate import evaluate
+from jaxtrain.mesh import describe_mesh, make_mesh
+from jaxtrain.metrics import Writer
+from jaxtrain.models.functional import Model, as_model
+from jaxtrain.nonfinite import NonFiniteGuard
+from jaxtrain.preemption import Preemption
+from jaxtrain.profiling import ProfileWindow
+from jaxtrain.progress import Progress, setup_logging
+from jaxtrain.sharding import DEFAULT_RULES, ShardingRules, check_batch_size
+from jaxtrain.state import TrainState, init_state, num_params, placed_state
+from jaxtrain.step import make_eval_step, make_train_step
+from jaxtrain.step_clock import StepClock
+from jaxtrain.throughput import Throughput, peak_flops
+from jaxtrain.units import nbytes
+
+_logger = logging.getLogger("jaxtrain")
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+"""(step, its metrics as floats). Called after every step, one step late."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+    """What `fit` leaves."""
+
+    state: Any
+    """The TrainState after the last step, on the mesh."""
+    step: int
+    """Optimizer steps done, over all resumes."""
+    samples_seen: int
+    """Rows consumed, over all resumes and batch sizes."""
+    status: str
+    """"finished", "complete" (there was nothing left to do) or "preempted"."""
+    metrics: Mapping[str, float]
+    """Metrics of the last step; empty if there was none."""
+    eval_metrics: Mapping[str, float]
+    """The last evaluation; empty if there was none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A step that was dispatched and whose metrics have not been read yet."""
+
+    step: int
+    samples: range
+    """Positions of its samples in the order of the run."""
+    metrics: dict[str, jax.Array]
+
+
+def fit(
+    model: Model | tuple[Callable, Callable],
+    loss_fn: Callable[..., Any],
+    train_data: Any,
+    eval_data: Any = None,
+    *,
+    config: RunConfig,
+    rules: ShardingRules = DEFAULT_RULES,
+    tx: optax.GradientTransformation | None = None,
+    writers: Sequence[Writer] = (),
+    on_step: OnStep | None = None,
+    describe: Mapping[str, Any] | None = None,
+) -> FitResult:
+    """Trains a model until `config.num_steps`, from the newest checkpoint of `config.workdir`.
+
+    Works the same in a script and in a notebook. With an empty `config.workdir` no file is
+    written and nothing can be resumed. SIGTERM and SIGINT (Ctrl-C, a notebook's stop button) end
+    the run after the step at hand, with a checkpoint; a second one at once.
+
+    Args:
+        model: a `Model` (see `jaxtrain.functional`) or a pair of functions (init, apply).
+        loss_fn: (outputs, batch, params) -> name -> (sum, weight) over the rows given.
+        train_data: a dataset (`jaxtrain.data`), or a dict of arrays whose dim 0 is the rows.
+        eval_data: the same; None for no evaluation.
+        config: of the run.
+        rules: which logical axes go over which mesh axes.
+        tx: an optax optimizer of your own instead of the one in `config.optimizer`.
+        writers: take every record, besides `metrics.jsonl` and TensorBoard.
+        on_step: called after every step, one step late.
+        describe: facts for `run.json` and the report, e.g. {"validation bigram entropy": 2.37}.
+
+    Raises:
+        ConfigError: for anything that cannot work, before the first compilation.
+        NonFiniteError: when a loss, gradient or parameter is not finite (`config.nonfinite`).
+        CheckpointError, DataError: when a checkpoint or the data cannot be used.
+    """
+    setup_logging()
+    preemption = Preemption()
+    with preemption.watch(), contextlib.ExitStack() as stack:
+        # Everything that can be refused is refused here, before anything is compiled.
+        model = as_model(model)
+        mesh = make_mesh(config.mesh)
+        is_primary = jax.process_index() == 0
+        check_batch_size(config.global_batch_size, config.accumulate_steps, mesh, rules)
+        train_data = as_dataset(train_data)
+        eval_data = None if eval_data is None else as_dataset(eval_data)
+        ema_decay = config.optimizer.ema_decay
+        learning_rate = frozen = None
+        if tx is None:
+            abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
+            tx = optim.make_optimizer(config.optimizer, abstract_params, num_steps=config.num_steps)
+            frozen = optim.frozen_mask(config.optimizer, abstract_params)
+            learning_rate = optim.learning_rate_schedule(config.optimizer, config.num_steps)
+        options = {"rules": rules, "ema": ema_decay > 0}
+        layout = audit(model, mesh, tx, allow_replicated=config.allow_replicated, **options)
+        abstract = placed_state(model, tx, mesh, seed=config.seed, **options)
+        _logger.info("devices: %s", describe_mesh(mesh))
+        _logger.info("model: %s parameters; %s", f"{num_params(model):,}", layout.short())
+
+        # Where the run begins: a checkpoint, or the initial values.
+        def init() -> TrainState:
+            return init_state(model, tx, mesh, seed=config.seed, **options)
+
+        checkpointer, start = resume.begin(config, abstract, init=init)
+        stack.callback(checkpointer.close)
+        if start.step >= config.num_steps:
+            _logger.info("the run is complete: %d of %d steps", start.step, config.num_steps)
+            return FitResult(start.state, start.step, start.samples_seen, "complete", {}, {})
+        state = init() if start.state is None else start.state
+
+        # The data, and the programs: each is compiled once, here.
+        loader = stack.enter_context(
+            Loader(
+                train_data,
+                mesh,
+                rules=rules,
+                global_batch_size=config.global_batch_size,
+                accumulate_steps=config.accumulate_steps,
+                seed=config.seed,
+                position=start.samples_seen,
+            )
+        )
+        loaded = next(loader)
+        progress = Progress(config.num_steps, start_step=start.step, enabled=is_primary)
+        stack.callback(progress.close)
+        progress.status("compiling the step")
+        platform = mesh.devices.flat[0].platform
+        xla = compiler_options(config.xla_preset, platform, deterministic=config.deterministic)
+        train_step = compile_step(
+            make_train_step(
+                model,
+                loss_fn,
+                tx,
+                mesh,
+                rules,
+                accumulate_steps=config.accumulate_steps,
+                learning_rate=learning_rate,
+                ema_decay=ema_decay,
+                frozen=frozen,
+            ),
+            (state, loaded.arrays),
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None),
+            options=xla,
+        )
+        program = describe_program(train_step)
+        _logger.info("step: compiled in %.1f s; %s", train_step.compile_seconds, program)
+        evaluation = None
+        if eval_data is not None:
+            batch_size = config.global_batch_size // config.accumulate_steps
+            evaluation = Evaluation(model, loss_fn, eval_data, mesh, rules, batch_size, xla)
+
+        # What is written besides checkpoints.
+        records = run_files.open_writers(config, start.step, writers, is_primary=is_primary)
+        stack.callback(records.close)
+        if is_primary and config.workdir:
+            facts = {"compile_seconds": train_step.compile_seconds, "memory": train_step.memory}
+            run_files.write_start(config, layout=layout, describe=describe or {}, **facts)
+        profile = ProfileWindow(config.profile, config.workdir)
+        stack.callback(profile.close)
+
+        step = saved_step = start.step
+        evaluated_step = start.host.get("evaluated_step", 0)
+        guard = NonFiniteGuard(config.max_skipped, **start.host.get("nonfinite", {}))
+        throughput = make_throughput(model, config, mesh, loaded.arrays)
+        clock = StepClock()
+        metrics: dict[str, float] = {}
+        eval_metrics: dict[str, float] = {}
+        in_flight: _InFlight | None = None
+
+        def finish_step() -> None:
+            """6. Fetches the metrics of the step in flight, checks them and logs them."""
+            nonlocal metrics, in_flight
+            if in_flight is None:
+                return
+            done, in_flight = in_flight, None
+            begin = time.perf_counter()
+            fetched = jax.device_get(done.metrics)
+            clock.device(time.perf_counter() - begin)
+            metrics = {name: value.item() for name, value in fetched.items()}
+            is_finite = metrics.pop("is_finite") == 1
+            is_logged = is_due(config.log_every_steps, done.step) or done.step == config.num_steps
+            if is_logged or not is_finite:
+                times = clock.read()
+                record = {
+                    "step": done.step,
+                    **metrics,
+                    **throughput.record(done.samples.stop, times),
+                }
+                records.write(record)
+                progress.update(record)
+            if not is_finite:
+                records.flush()
+            guard.check(done.step, done.samples, metrics, is_finite=is_finite)
+            if on_step is not None:
+                on_step(done.step, metrics)
+
+        preemption.progress_begins()
+        batches = itertools.chain([loaded], loader)
+        while True:
+            is_end = step >= config.num_steps
+
+            # 1. Evaluate; the last one is whole. An evaluation that a signal cuts short is given
+            #    up: it is done, from the same state, when the run goes on.
+            is_evaluating = is_end or is_due(config.eval_every_steps, step)
+            if evaluation is not None and is_evaluating and step > evaluated_step:
+                finish_step()
+                with clock.other():
+                    progress.status("evaluating")
+                    max_batches = 0 if is_end else config.eval_batches
+                    found = evaluation.run(state, max_batches, lambda: preemption.requested)
+                    if found is not None:
+                        eval_metrics, evaluated_step = found, step
+                        record = {"step": step, "eval": True, **found}
+                        records.write(record)
+                        progress.evaluation(record)
+
+            # 2. Save: the flag of this very state was read, and its records are on the disk.
+            checkpointer.check()
+            is_saving = is_end or is_due(config.checkpoint.every_steps, step)
+            if step > saved_step and (is_saving or preemption.requested):
+                finish_step()
+                with clock.other():
+                    progress.status("saving")
+                    records.flush()
+                    host = start.record(
+                        config, step, evaluated_step=evaluated_step, nonfinite=guard.counts()
+                    )
+                    checkpointer.save(step, state, host)
+                    saved_step = step
+
+            # 3. Stop.
+            if is_end or preemption.requested:
+                break
+
+            # 4. Take the next batch.
+            begin = time.perf_counter()
+            loaded = next(batches)
+            clock.batch(time.perf_counter() - begin, loaded.read_seconds, loaded.h2d_seconds)
+
+            # 5. Dispatch the step: the devices begin.
+            profile.step(step, state)
+            begin = time.perf_counter()
+            with profile.annotate(step), jax.transfer_guard("disallow"):
+                state, step_metrics = train_step(state, loaded.arrays)
+            clock.device(time.perf_counter() - begin)
+            step += 1
+
+            # 6. Fetch and log the step before it.
+            finish_step()
+            samples = range(loaded.position, loaded.position + config.global_batch_size)
+            in_flight = _InFlight(step, samples, step_metrics)
+
+        finish_step()
+        progress.status("waiting for the checkpoint")
+        checkpointer.wait()
+        status = "finished" if is_end else "preempted"
+    if is_primary and config.workdir:
+        run_files.write_report(config)
+    samples_seen = resume.samples_at(step, start.batch_sizes)
+    return FitResult(state, step, samples_seen, status, metrics, eval_metrics)
+
+
+def evaluate_run(
+    model: Model | tuple[Callable, Callable],
+    loss_fn: Callable[..., Any],
+    eval_data: Any,
+    *,
+    config: RunConfig,
+    rules: ShardingRules = DEFAULT_RULES,
+) -> dict[str, float]:
+    """Evaluates a checkpoint over all of `eval_data`; writes no file and needs no right to.
+
+    Args:
+        model: a `Model` or a pair of functions (init, apply).
+        loss_fn: (outputs, batch, params) -> name -> (sum, weight) over the rows given.
+        eval_data: a dataset, or a dict of arrays.
+        config: `workdir` and `checkpoint.restore_step` say which checkpoint.
+        rules: which logical axes go over which mesh axes.
+
+    Returns:
+        The mean of every name of the loss, `weight` and `rows`.
+    """
+    if eval_data is None:
+        raise ConfigError("evaluate: this experiment has no evaluation data.")
+    model = as_model(model)
+    mesh = make_mesh(config.mesh)
+    batch_size = config.global_batch_size // config.accumulate_steps
+    check_batch_size(batch_size, 1, mesh, rules)
+    ema = config.optimizer.ema_decay > 0
+    abstract = placed_state(model, optax.identity(), mesh, rules=rules, ema=ema)
+    state, _, step = resume.load(config.workdir, abstract, step=config.checkpoint.restore_step)
+    platform = mesh.devices.flat[0].platform
+    xla = compiler_options(config.xla_preset, platform, deterministic=config.deterministic)
+    evaluation = Evaluation(model, loss_fn, as_dataset(eval_data), mesh, rules, batch_size, xla)
+    found = evaluation.run(state)
+    assert found is not None
+    if jax.process_index() == 0:
+        print(json.dumps({"step": step, "eval": True, **found}))
+    return found
+
+
+class Evaluation:
+    """The evaluation step, compiled once, and the data it runs over."""
+
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: Callable[..., Any],
+        data: Dataset,
+        mesh: Mesh,
+        rules: ShardingRules,
+        batch_size: int,
+        xla: Mapping[str, Any],
+    ) -> None:
+        self._step = make_eval_step(model, loss_fn, mesh, rules)
+        self._compiled: CompiledStep | None = None
+        self._batches = functools.partial(
+            eval_batches, data, mesh, rules=rules, batch_size=batch_size
+        )
+        self._xla = xla
+
+    def run(
+        self,
+        state: TrainState,
+        max_batches: int = 0,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float] | None:
+        """Means over the first `max_batches` batches (0: all); None if told to stop on the way.
+
+        Where the state has a moving average of the parameters, it is evaluated too, and its
+        values are named `ema_...`.
+        """
+        begin = time.perf_counter()
+        means: dict[str, float] = {}
+        for prefix, params in (("", state.params), ("ema_", state.ema_params)):
+            if params is None:
+                continue
+            with contextlib.closing(self._batches(max_batches=max_batches)) as batches:
+                try:
+                    found = evaluate(
+                        self._run, params, state.model_state, _until(should_stop, batches)
+                    )
+                except _ToldToStop:
+                    return None
+            means |= {prefix + name: value for name, value in found.items()}
+        return means | {"eval_seconds": time.perf_counter() - begin}
+
+    def _run(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Any:
+        if self._compiled is None:
+            args = (params, model_state, batch)
+            self._compiled = compile_step(self._step, args, options=self._xla)
+        return self._compiled(params, model_state, batch)
+
+
+class _ToldToStop(Exception):
+    """Ends an evaluation from inside its batches."""
+
+
+def _until[T](should_stop: Callable[[], bool], items: Iterable[T]) -> Iterator[T]:
+    for item in items:
+        if should_stop():
+            raise _ToldToStop
+        yield item
+
+
+def is_due(every_steps: int, step: int) -> bool:
+    """Whether a cadence falls on a step; a cadence of 0 never does."""
+    return every_steps > 0 and step % every_steps == 0
+
+
+def make_throughput(
+    model: Model, config: RunConfig, mesh: Mesh, batch: Mapping[str, jax.Array]
+) -> Throughput:
+    """What a step processes, and the peak of the devices it runs on."""
+    length = flops = None
+    if "tokens" in batch:
+        length = batch["tokens"].shape[-1]
+        flops = model.flops_per_token and model.flops_per_token(length)
+    peak = peak_flops(mesh.devices.flat[0].device_kind, config.precision)
+    return Throughput(
+        config.global_batch_size,
+        tokens_per_row=length,
+        flops_per_token=flops,
+        peak_flops=peak and peak * mesh.size,
+    )
+
+
+def describe_program(step: CompiledStep) -> str:
+    """What a compiled step needs on each device, in words."""
+    memory = {name: nbytes(size) for name, size in step.memory.items()}
+    if not memory:
+        return "its memory is unknown"
+    return (
+        f"{memory['total']} per device: {memory['argument']} of state and batch, "
+        f"{memory['temp']} of activations and temporaries"
+    )

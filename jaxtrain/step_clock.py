@@ -1,0 +1,59 @@
+"""Where the time of the steps goes, averaged over the steps between two records."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["StepClock"]
+
+
+class StepClock:
+    """Adds up times between two records; `read` gives the means per step and starts anew.
+
+    Evaluations and saves are no part of a step: they go into `other`.
+    """
+
+    def __init__(self) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
+        self._begin = time.perf_counter()
+        self._steps = 0
+        self._input_wait = self._device = self._read = self._h2d = self._other = 0.0
+
+    def batch(self, wait: float, read: float, h2d: float) -> None:
+        """A batch was taken: seconds waited for it, seconds its thread spent reading and moving."""
+        self._steps += 1
+        self._input_wait += wait
+        self._read += read
+        self._h2d += h2d
+
+    def device(self, seconds: float) -> None:
+        """Seconds spent waiting for the devices, or in the call that dispatches to them."""
+        self._device += seconds
+
+    @contextmanager
+    def other(self) -> Iterator[None]:
+        """Time in the block does not belong to the steps."""
+        begin = time.perf_counter()
+        yield
+        self._other += time.perf_counter() - begin
+
+    def read(self) -> dict[str, float]:
+        """Mean seconds per step since the last call; empty if no step was taken.
+
+        `step_seconds` is the whole step, `host_seconds` what remains of it after waiting for
+        input and devices: Python around the step. `read_seconds` and `h2d_seconds` (host to
+        device) pass in the loader's thread, beside the step.
+        """
+        steps = self._steps
+        total = time.perf_counter() - self._begin - self._other
+        times = {
+            "step_seconds": total,
+            "input_wait_seconds": self._input_wait,
+            "host_seconds": max(0.0, total - self._input_wait - self._device),
+            "read_seconds": self._read,
+            "h2d_seconds": self._h2d,
+        }
+        self._restart()
+        return {name: seconds / steps for name, seconds in times.items()} if steps else {}
