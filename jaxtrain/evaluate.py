@@ -1,0 +1,94 @@
+"""Exact means over a finite set: every row once, padding never, one division at the end."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.gradients import Sums
+
+EvalStep = Callable[[Any, Any, Mapping[str, jax.Array]], Sums]
+"""(params, model_state, batch) -> Sums, compiled."""
+
+
+def evaluate(
+    eval_step: EvalStep,
+    params: Any,
+    model_state: Any,
+    batches: Iterable[tuple[Mapping[str, jax.Array], int]],
+) -> dict[str, float]:
+    """Takes the weighted mean of every name of the loss over all batches.
+
+    A step's sums are fetched while the next step computes, and added on the host in float64: a
+    float32 counter on the device would lose rows from 2^24 on.
+
+    Args:
+        eval_step: the compiled `make_eval_step`.
+        params: parameters, or their average.
+        model_state: batch statistics, or {}.
+        batches: (arrays, number of true rows); rows beyond that number are padding, which only
+            fills the batch up, and their `loss_mask` is 0.
+
+    Returns:
+        The mean of every name, `weight` (the total weight of the loss, e.g. tokens) and `rows`
+        (the number of rows).
+
+    Raises:
+        DataError: if there is no row, or no row counts.
+        ConfigError: if the loss counts padding.
+    """
+    totals: dict[str, list[float]] = {}
+    num_rows = 0
+    is_padding_checked = False
+    pending: Sums | None = None
+
+    def add(sums: Sums | None) -> None:
+        for name, (total, weight) in (jax.device_get(sums) or {}).items():
+            entry = totals.setdefault(name, [0.0, 0.0])
+            entry[0] += float(total)
+            entry[1] += float(weight)
+
+    for batch, num_true_rows in batches:
+        size = next(iter(batch.values())).shape[0]
+        if num_true_rows < size and not is_padding_checked:
+            _check_padding(eval_step, params, model_state, batch)
+            is_padding_checked = True
+        num_rows += num_true_rows
+        newest = eval_step(params, model_state, batch)
+        add(pending)
+        pending = newest
+    add(pending)
+    if not num_rows:
+        raise DataError("the evaluation data holds 0 rows, so there is no mean to take; give data.")
+    empty = [name for name, (_, weight) in totals.items() if weight == 0]
+    if empty:
+        raise DataError(
+            f"no row of the {num_rows} evaluation rows counts for {', '.join(empty)} (total weight "
+            "0); is loss_mask 0 everywhere?"
+        )
+    means = {name: total / weight for name, (total, weight) in totals.items()}
+    return means | {"weight": totals["loss"][1], "rows": float(num_rows)}
+
+
+def _check_padding(
+    eval_step: EvalStep, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
+) -> None:
+    """Runs the step with every row masked, when all its sums must be 0."""
+    rule = (
+        "a batch that does not fill is padded with rows whose batch['loss_mask'] is 0, and a loss "
+        "must not count them"
+    )
+    way_out = "multiply each row's loss and weight by batch['loss_mask'] in loss_fn."
+    if "loss_mask" not in batch:
+        raise ConfigError(f"{rule}, but the batch has no loss_mask; add one, and {way_out}")
+    mask = batch["loss_mask"]
+    masked = dict(batch, loss_mask=jnp.zeros_like(mask, device=mask.sharding))
+    sums = jax.device_get(eval_step(params, model_state, masked))
+    counted = {n: (float(s), float(w)) for n, (s, w) in sums.items() if not (s == 0 and w == 0)}
+    if counted:
+        raise ConfigError(
+            f"{rule}; with every row masked its (sum, weight) should be (0, 0) but are {counted}: "
+            f"{way_out}"
+        )
