@@ -174,16 +174,21 @@ class Reader:
         self.counts.documents += 1
         start = 0
         while start < len(data):
-            piece = data[start : start + _DECODED_BYTES]
             # With one byte before it: a line end may lie across two pieces.
-            if b"\r\n" in bytes(data[max(0, start - 1) : start + _DECODED_BYTES]):
+            before = min(start, 1)
+            piece = bytes(data[start - before : start + _DECODED_BYTES])
+            if b"\r\n" in piece:
                 self._problems.append(
                     f"{file.relative} has Windows line ends and is too large to be read into"
                     f" memory, where they would be replaced; convert it (sed -i 's/\\r$//')"
                 )
                 return False
+            if piece.isascii():
+                start += len(piece) - before
+                continue
+            is_last = start - before + len(piece) == len(data)
             try:
-                start += codecs.utf_8_decode(piece, "strict", start + len(piece) == len(data))[1]
+                start += codecs.utf_8_decode(memoryview(piece)[before:], "strict", is_last)[1]
             except UnicodeDecodeError as error:
                 self._problems.append(_bad_byte(file, data, start + error.start))
                 return False
