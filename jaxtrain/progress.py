@@ -89,7 +89,7 @@ class View:
         rate = next((name for name in record if name.endswith("_per_second")), None)
         pace = record.get("step_seconds")
         fields = [(0, "loss " + units.number(record.get("loss")))]
-        fields += [(3, f"{name} {units.number(record[name])}") for name in _extra_metrics(record)]
+        fields += [(3, f"{name} {units.number(record[name])}") for name in extra_metrics(record)]
         if record.get("grad_norm") is not None:
             fields.append((6, "grad " + units.number(record["grad_norm"])))
         if record.get("learning_rate") is not None:
@@ -163,7 +163,7 @@ class Progress:
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Notes the result of an evaluation."""
         parts = [f"step {record['step']}", f"loss {units.number(record.get('loss'))}"]
-        parts += [f"{name} {units.number(record[name])}" for name in _extra_metrics(record)]
+        parts += [f"{name} {units.number(record[name])}" for name in extra_metrics(record)]
         if record.get("eval_seconds") is not None:
             parts.append(f"({units.seconds(record['eval_seconds'])})")
         self.note("evaluation  " + "  ".join(parts))
@@ -200,7 +200,8 @@ class Progress:
         return None if pace is None else now + pace * (self._view.num_steps - self._view.step)
 
 
-def _extra_metrics(record: Mapping[str, Any]) -> list[str]:
+def extra_metrics(record: Mapping[str, Any]) -> list[str]:
+    """Names of the metrics in a record that the model's loss function made, besides the loss."""
     return [
         name
         for name, value in record.items()

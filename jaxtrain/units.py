@@ -48,6 +48,8 @@ def seconds(value: float | None) -> str:
         return number(value)
     if value >= 119.5:
         return clock(value)
+    if value == 0:
+        return "0 s"
     if value >= 0.9995:
         return f"{_three_digits(value)} s"
     if value >= 0.9995e-3:
