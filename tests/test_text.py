@@ -525,7 +525,7 @@ def test_entropy_does_not_depend_on_pieces(monkeypatch):
 
 def test_a_bigram_table_reaches_the_entropy_of_the_validation_targets():
     # The number that is printed beside the loss is over exactly the targets that the loss counts.
-    _, held_out, _ = text_datasets(TextDataConfig())
+    _, held_out, info = text_datasets(TextDataConfig())
     rows = held_out.read(np.arange(len(held_out)))
     real = rows["loss_mask"] > 0
     tokens, targets = rows["tokens"][real], rows["targets"][real]
@@ -534,6 +534,12 @@ def test_a_bigram_table_reaches_the_entropy_of_the_validation_targets():
     loss = -np.log(table[tokens, targets] / table.sum(1)[tokens]).mean()
     assert held_out.conditional_entropy(1) == pytest.approx(loss, rel=1e-6)
     assert held_out.conditional_entropy(2) < held_out.conditional_entropy(1) < 3
+    facts = info.facts(held_out)
+    assert facts["validation_entropy_order_1"] == held_out.conditional_entropy(1)
+    assert facts["validation_entropy_order_2"] == held_out.conditional_entropy(2)
+    assert facts["eval_tokens"] == len(targets)
+    assert "files held out" in facts["data"]
+    assert "validation_entropy_order_1" not in info.facts(None)
 
 
 # The standard library, and the whole way to the devices

@@ -28,6 +28,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from jaxtrain.units import nbytes
 SEPARATOR = 255
 VOCAB_SIZE = 256
 MAPPED_BYTES = 2**30
+_COUNTED_TOKENS = 2**26
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +102,19 @@ class TextInfo:
             f" documents; {self.train_tokens:,} training and {self.eval_tokens:,} validation tokens"
             f" ({held_out}){notes}"
         )
+
+    def facts(self, held_out: TextDataset | None) -> dict[str, Any]:
+        """What a run records about its text; entropies where counting takes seconds at most."""
+        facts: dict[str, Any] = {
+            "data": self.summary(),
+            "vocab_size": self.vocab_size,
+            "train_tokens": self.train_tokens,
+            "eval_tokens": self.eval_tokens,
+        }
+        if held_out is not None and 2 < held_out.num_tokens <= _COUNTED_TOKENS:
+            facts["validation_entropy_order_1"] = held_out.conditional_entropy(1)
+            facts["validation_entropy_order_2"] = held_out.conditional_entropy(2)
+        return facts
 
 
 def encode(text: str) -> np.ndarray:
