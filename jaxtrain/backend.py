@@ -25,6 +25,10 @@ _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _BROKEN_ENTRY = re.compile(r"Error reading persistent compilation cache entry for '([^']+)'")
 
 
+# Processes that outlive a capture because somebody else still writes to them.
+_lingering: list[subprocess.Popen] = []
+
+
 class BackendConfig(Protocol):
     """The fields of a run's configuration that are read here."""
 
@@ -167,6 +171,8 @@ def captured_stderr() -> Iterator[StderrLog]:
             os.dup2(original, 2)
             os.close(original)
             # A process that was started meanwhile keeps the pipe open; do not wait for its end.
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 tee.wait(timeout=2)
+            except subprocess.TimeoutExpired:
+                _lingering.append(tee)
             log.text = copy.read().decode(errors="replace")

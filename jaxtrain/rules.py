@@ -112,7 +112,9 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def say_axes(axes: MeshAxes, mesh: Any) -> str:
-    return " x ".join(f"{axis}={mesh.shape.get(axis, 1)}" for axis in as_axes(axes) or ())
+    """Names mesh axes with their sizes, without those of size 1."""
+    sizes = [(axis, mesh.shape.get(axis, 1)) for axis in as_axes(axes) or ()]
+    return " x ".join(f"{axis}={size}" for axis, size in sizes if size > 1)
 
 
 DEFAULT_RULES = ShardingRules(

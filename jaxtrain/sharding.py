@@ -49,7 +49,7 @@ __all__ = [
     "check_batch_size",
     "constrain",
     "gather_param",
-    "gather_params",
+    "gather_stored",
     "has_gathered_params",
     "opt_state_layouts",
     "opt_state_shardings",
@@ -90,13 +90,16 @@ def check_batch_size(
     unit = shards * accumulate_steps
     if global_batch_size > 0 and global_batch_size % unit == 0:
         return
-    split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape.get(axis, 1) > 1)
-    micro = f" times accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
+    parts = []
+    if shards > 1:
+        parts.append(f"the {shards} batch shards (mesh {say_axes(axes, mesh)})")
+    if accumulate_steps > 1:
+        parts.append(f"accumulate_steps={accumulate_steps}")
     below = global_batch_size // unit * unit
     sizes = " or ".join(str(size) for size in (below, below + unit) if size > 0)
     raise ConfigError(
-        f"global_batch_size={global_batch_size} is not divisible by the {shards} batch shards"
-        f" (mesh {split or 'of one batch shard'}){micro}; use {sizes}"
+        f"global_batch_size={global_batch_size} is not divisible by"
+        f" {' times '.join(parts) or '1'}; use {sizes}"
     )
 
 
@@ -232,9 +235,22 @@ def gather_param(
     return _gather(param, storage, compute, by_hand, np.dtype(dtype), param.dtype)
 
 
-def gather_shard(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers a parameter that is stored by `spec` over the axes that are manual here."""
-    return _gather(shard, None, None, split_by_hand(spec), shard.dtype, shard.dtype)
+def gather_stored(param: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gathers a parameter that is stored by `spec` over the mesh axes that split the batch.
+
+    For models that know nothing of layouts. Without it XLA is free to move the activations of the
+    whole batch instead of the parameters, which it does for plain layers.
+    """
+    active = _active.value
+    batch_axes = as_axes(active.rules.compute["batch"]) or ()
+    entries = [
+        tuple(axis for axis in as_axes(entry) or () if axis not in batch_axes) for entry in spec
+    ]
+    storage, compute = active.place(spec), active.place(make_spec(entries, active.mesh))
+    by_hand = split_by_hand(spec)
+    if not by_hand and storage == compute:
+        return param
+    return _gather(param, storage, compute, by_hand, param.dtype, param.dtype)
 
 
 def split_by_hand(spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -245,29 +261,6 @@ def split_by_hand(spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...
         for dim, entry in enumerate(spec)
     ]
     return tuple((dim, axes) for dim, axes in split if axes)
-
-
-def gather_params(params: Any, logical_axes: Any = None) -> Any:
-    """`gather_param` for all parameters of a model that knows nothing of layouts.
-
-    Without it XLA is free to move the activations of the whole batch instead of the parameters,
-    which it does for plain layers. Path rules and the placement by size count here too.
-    """
-    active = _active.value
-    if active is None or active.mesh.size == 1:
-        return params
-    layouts = param_layouts(params, logical_axes, active.mesh, active.rules)
-
-    def gather(param: jax.Array, layout: Layout) -> jax.Array:
-        storage = active.place(layout.spec)
-        compute = active.sharding(layout.logical_axes or (None,) * param.ndim, "compute")
-        if storage is None or compute is None or storage == compute:
-            return param
-        return _gather(param, storage, compute, param.dtype, param.dtype)
-
-    leaves, structure = jax.tree.flatten(params)
-    gathered = [gather(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
-    return jax.tree.unflatten(structure, gathered)
 
 
 def has_gathered_params() -> bool:
@@ -287,10 +280,10 @@ def saves_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy that drops what `gather_param` returns, and nothing else."""
     if primitive.name != "custom_vjp_call" or "call_jaxpr" not in params:
         return True
-    # A policy sees neither the function nor its name: casts and constraints alone are a gather.
+    # A policy sees neither the function nor its name, but a gather is made of these alone.
     operations = {equation.primitive.name for equation in params["call_jaxpr"].eqns}
-    operations.discard("convert_element_type")
-    return operations != {"sharding_constraint"}
+    moves = {"sharding_constraint", "shard_map", "all_gather"}
+    return not operations & moves or bool(operations - moves - {"convert_element_type"})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
@@ -298,8 +291,8 @@ def _gather(param, storage, compute, by_hand, dtype, param_dtype):
     # The first constraint holds the cast on the storage side of the gather.
     del param_dtype
     param = _constrain_if(param.astype(dtype), storage)
-    for dim, axes in by_hand:
-        param = jax.lax.all_gather(param, axes, axis=dim, tiled=True)
+    if by_hand:
+        param = _on_shards(_all_gather, storage)(param, by_hand)
     return _constrain_if(param, compute)
 
 
@@ -311,10 +304,38 @@ def _gather_bwd(storage, compute, by_hand, dtype, param_dtype, residuals, grad):
     del compute, dtype, residuals
     if by_hand:
         # Sums over devices are taken in the dtype of the parameter.
-        grad = grad.astype(param_dtype)
-    for dim, axes in by_hand:
-        grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        grad = _on_shards(_reduce_scatter, storage)(grad.astype(param_dtype), by_hand)
     return (_constrain_if(grad, storage).astype(param_dtype),)
+
+
+def _all_gather(x, by_hand):
+    for dim, axes in by_hand:
+        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
+
+
+def _reduce_scatter(x, by_hand):
+    for dim, axes in by_hand:
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def _on_shards(collective: Any, storage: NamedSharding | None) -> Any:
+    """Applies a collective to what one device holds, also where automatic axes split the array.
+
+    XLA's partitioner replicates over automatic axes around a collective of a manual region.
+    """
+    if storage is None:
+        return collective
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return lambda x, by_hand: jax.shard_map(
+        lambda x: collective(x, by_hand),
+        mesh=storage.mesh,
+        in_specs=storage.spec,
+        out_specs=storage.spec,
+        axis_names=set(storage.mesh.axis_names) - set(manual),
+        check_vma=False,
+    )(x)
 
 
 def _constrain_if(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:

@@ -1,0 +1,673 @@
+"""Rules, placement, constraints and the audit.
+
+Shapes: B rows, D embed, F mlp, L layers.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.audit import audit
+from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import make_mesh
+from jaxtrain.sharding import (
+    DEFAULT_RULES,
+    ShardingRules,
+    batch_sharding,
+    check_batch_size,
+    constrain,
+    gather_param,
+    gather_stored,
+    opt_state_shardings,
+    param_shardings,
+    partition_spec,
+    shard_batch,
+    use_rules,
+)
+
+CUBE = "data:2,fsdp:2,tensor:2"
+
+
+def mesh_of(text):
+    count = int(np.prod([int(part.split(":")[1]) for part in text.split(",")]))
+    return make_mesh(text, devices=jax.devices()[:count])
+
+
+def shapes(**sizes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
+
+
+def specs(tree):
+    return jax.tree.map(lambda sharding: sharding.spec, tree)
+
+
+def with_rules(*, storage=None, compute=None, paths=()):
+    return ShardingRules(
+        storage={**DEFAULT_RULES.storage, **(storage or {})},
+        compute={**DEFAULT_RULES.compute, **(compute or {})},
+        paths=paths,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Rules and specs
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "table", "mesh", "spec"),
+    [
+        (("embed", "mlp"), "storage", CUBE, P("fsdp", "tensor")),
+        (("layers", "mlp", "embed"), "storage", CUBE, P(None, "tensor", "fsdp")),
+        (("embed", "mlp"), "storage", "fsdp:8", P("fsdp")),
+        (("embed", "mlp"), "storage", "data:8", P()),
+        (("embed", "mlp"), "compute", CUBE, P(None, "tensor")),
+        (("batch", "length", "embed"), "compute", CUBE, P(("data", "fsdp"))),
+        (("batch", "length", "heads", "head_dim"), "compute", "data:4,tensor:2",
+         P("data", None, "tensor")),
+        ((None, "kv_heads"), "storage", CUBE, P(None, "tensor")),
+        ((), "storage", CUBE, P()),
+    ],
+)  # fmt: skip
+def test_logical_axes_become_specs_without_axes_of_size_1(axes, table, mesh, spec):
+    assert partition_spec(axes, getattr(DEFAULT_RULES, table), mesh_of(mesh)) == spec
+
+
+def test_a_logical_axis_without_a_rule_is_refused():
+    with pytest.raises(ConfigError, match=r"no rule for the logical axes \['embde'\]"):
+        partition_spec(("embde", "mlp"), DEFAULT_RULES.storage, mesh_of(CUBE))
+
+
+@pytest.mark.parametrize("mesh", [CUBE, "data:8"])
+def test_one_mesh_axis_twice_in_an_array_is_refused_on_every_mesh(mesh):
+    with pytest.raises(ConfigError, match=r"'tensor' twice .*\('heads', 'mlp'\)"):
+        partition_spec(("heads", "mlp"), DEFAULT_RULES.storage, mesh_of(mesh))
+
+
+def test_rules_that_cannot_be_right_are_refused():
+    with pytest.raises(ConfigError, match=r"'mlp' -> 'tensr'; the mesh axes are data, fsdp"):
+        with_rules(storage={"mlp": "tensr"})
+    with pytest.raises(ConfigError, match=r"path rule '\(' is not a regular expression"):
+        with_rules(paths=(("(", ("embed",)),))
+
+
+def test_meshes_with_explicit_axes_are_refused():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(ConfigError, match="must be of type Auto"):
+        param_shardings(shapes(a=(8,)), None, mesh)
+    with pytest.raises(ConfigError, match="must be of type Auto"), use_rules(mesh):
+        pass
+
+
+# ---------------------------------------------------------------------------------------------
+# Parameters
+# ---------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_placed_by_their_logical_axes():
+    params, _ = jax.eval_shape(toy.toy().init, jax.random.key(0))
+    placed = param_shardings(params, toy.LOGICAL_AXES, mesh_of(CUBE))
+    assert specs(placed) == {
+        "layers": {
+            "up": {"kernel": P(None, "fsdp", "tensor"), "bias": P(None, "tensor")},
+            "down": {"kernel": P(None, "tensor", "fsdp")},
+            "norm": {"scale": P(None, "fsdp")},
+        },
+        "head": {"kernel": P("fsdp", "tensor")},
+    }
+
+
+def test_b1_all_dims_that_do_not_divide_are_listed_at_once():
+    params = shapes(embed=(50257, 10), k=(12, 2, 64), fine=(16, 64))
+    axes = {"embed": ("vocab", "embed"), "k": ("embed", "kv_heads", "head_dim")}
+    axes["fine"] = ("embed", "mlp")
+    with pytest.raises(ConfigError) as error:
+        param_shardings(params, axes, mesh_of("fsdp:2,tensor:4"))
+    text = str(error.value)
+    assert "'embed' dim 0 (vocab) of 50257 is not divisible by tensor=4" in text
+    assert "(next multiples 50260, or 50304 for 128)" in text
+    assert "'k' dim 1 (kv_heads) of 2 is not divisible by tensor=4 (next multiple 4)" in text
+    assert text.count("is not divisible") == 2
+    with pytest.raises(ConfigError) as error:
+        param_shardings(params, axes, mesh_of("fsdp:4,tensor:2"))
+    text = str(error.value)
+    assert "(vocab) of 50257 is not divisible by tensor=2 (next multiples 50258, or 50304" in text
+    assert "'embed' dim 1 (embed) of 10 is not divisible by fsdp=4 (next multiple 12)" in text
+    assert text.count("is not divisible") == 2
+
+
+def test_logical_axes_must_fit_the_parameters():
+    mesh, params = mesh_of(CUBE), shapes(a=(8, 8), b=(8,))
+    with pytest.raises(ConfigError, match=r"without axes: \['b'\], without a parameter: \['c'\]"):
+        param_shardings(params, {"a": (None, None), "c": ("embed",)}, mesh)
+    with pytest.raises(ConfigError, match=r"'a' of shape \(8, 8\) has 1 logical axes"):
+        param_shardings(params, {"a": ("embed",), "b": ("embed",)}, mesh)
+    with pytest.raises(ConfigError, match=r"'a' \['x'\], 'b' \['y'\]; the rules have"):
+        param_shardings(params, {"a": ("x", None), "b": ("y",)}, mesh)
+
+
+def test_path_rules_place_what_carries_no_axes_and_size_places_the_rest():
+    params = {"conv": shapes(kernel=(3, 3, 16, 32), bias=(32,)), "out": shapes(kernel=(30, 6))}
+    rules = with_rules(paths=(("conv/kernel", (None, None, "embed", "mlp")), ("conv", ("mlp",))))
+    placed = specs(param_shardings(params, None, mesh_of("fsdp:4,tensor:2"), rules))
+    assert placed["conv"] == {"kernel": P(None, None, "fsdp", "tensor"), "bias": P("tensor")}
+    assert placed["out"] == {"kernel": P()}  # neither 30 nor 6 is divisible by 4
+    placed = specs(param_shardings(params, None, mesh_of("fsdp:2")))
+    assert placed["conv"] == {"kernel": P(None, None, None, "fsdp"), "bias": P("fsdp")}
+    assert placed["out"] == {"kernel": P("fsdp")}  # the largest dim
+    assert specs(param_shardings(params, None, mesh_of("fsdp:1")))["out"] == {"kernel": P()}
+
+
+def test_axes_of_a_part_of_the_parameters_are_enough():
+    params = shapes(a=(8, 16), b=(8, 16))
+    placed = param_shardings(params, {"a": ("mlp", "embed"), "b": None}, mesh_of("fsdp:8"))
+    assert specs(placed) == {"a": P(None, "fsdp"), "b": P(None, "fsdp")}
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (with_rules(storage={"experts": "tensor"}), "storage rule 'experts' -> ('tensor',)"),
+        (with_rules(storage={"heads": "fsdp"}), "storage rule 'heads' -> ('fsdp',)"),
+        (with_rules(paths=(("kernle", ("embed",)),)), "path rule 'kernle' (near paths: "),
+        (with_rules(paths=(("up/kernel", ("embed",)),)), "change the storage table instead"),
+    ],
+)
+def test_rules_that_apply_to_nothing_are_refused(rules, words):
+    params, _ = jax.eval_shape(toy.toy().init, jax.random.key(0))
+    with pytest.raises(ConfigError) as error:
+        param_shardings(params, toy.LOGICAL_AXES, mesh_of(CUBE), rules)
+    assert words in str(error.value)
+
+
+def test_a_path_rule_behind_one_that_matches_more_is_refused():
+    rules = with_rules(paths=(("a", ("embed", None)), ("ab", ("mlp", None))))
+    with pytest.raises(ConfigError, match=r"path rule 'ab' \(earlier path rules match first\)"):
+        param_shardings(shapes(ab=(8, 8)), None, mesh_of("fsdp:8"), rules)
+
+
+# ---------------------------------------------------------------------------------------------
+# Optimizer state
+# ---------------------------------------------------------------------------------------------
+
+
+def _is_kernel(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in str(path[-1]), params)
+
+
+def _labels(params):
+    return jax.tree.map(lambda kernel: "matrix" if kernel else "rest", _is_kernel(params))
+
+
+OPTIMIZERS = {
+    "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "lion": optax.lion(1e-3),
+    "sgd": optax.sgd(1e-3, momentum=0.9),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=32),
+    "masked": optax.masked(optax.adam(1e-3), _is_kernel),
+    "multi": optax.multi_transform(
+        {"matrix": optax.adamw(1e-3), "rest": optax.sgd(1e-3, momentum=0.9)}, _labels
+    ),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_is_placed_like_its_parameters(name):
+    """Checked against an independent search: which parameter's name ends the path of a leaf."""
+    tx, mesh = OPTIMIZERS[name], mesh_of(CUBE)
+    params, _ = jax.eval_shape(toy.toy().init, jax.random.key(0))
+    placed = param_shardings(params, toy.LOGICAL_AXES, mesh)
+    by_path = {
+        jax.tree_util.keystr(path): (leaf.shape, sharding.spec)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(placed), strict=True
+        )
+    }
+    state = jax.eval_shape(tx.init, params)
+    shardings = opt_state_shardings(state, params, placed, mesh)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    found = {"like": 0, "lost": 0, "other": 0}
+    for (path, leaf), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(shardings), strict=True
+    ):
+        owners = [key for key in by_path if jax.tree_util.keystr(path).endswith(key)]
+        shape, spec = by_path[owners[0]] if owners else (None, P())
+        if leaf.shape == shape:
+            assert sharding.spec == spec
+            found["like"] += 1
+        elif leaf.size > 1:  # a factored moment: L stays, one of the other dims is gone
+            entries = dict(zip(shape, tuple(spec) + (None,) * (3 - len(spec)), strict=False))
+            assert sharding.spec == P(*[entries[size] for size in leaf.shape])
+            found["lost"] += 1
+        else:
+            assert sharding.spec == P()
+            found["other"] += 1
+    num_leaves = len(by_path)
+    kernels = 3
+    expected = {
+        "adamw": {"like": 2 * num_leaves, "lost": 0, "other": 1},
+        "lion": {"like": num_leaves, "lost": 0, "other": 1},
+        "sgd": {"like": num_leaves, "lost": 0, "other": 0},
+        # Rows and columns of the kernels; placeholders of size 1 for what is not factored.
+        "adafactor": {"like": 2, "lost": 2 * kernels, "other": 1 + 2 * 2 + kernels},
+        "masked": {"like": 2 * kernels, "lost": 0, "other": 1},
+        "multi": {"like": 2 * kernels + 2, "lost": 0, "other": 1},
+        "injected": {"like": 2 * num_leaves, "lost": 0, "other": 8},
+    }
+    assert found == expected[name]
+
+
+def test_the_longest_matching_path_owns_a_leaf():
+    """`kernel` and `out/kernel` both end the path of the second moment."""
+    params = {"kernel": jnp.zeros((8, 4)), "out": {"kernel": jnp.zeros((4, 8))}}
+    rules = with_rules(paths=(("^kernel", ("embed", None)), ("out", (None, "embed"))))
+    mesh = mesh_of("fsdp:4")
+    placed = param_shardings(params, None, mesh, rules)
+    moments = opt_state_shardings(optax.adam(1e-3).init(params), params, placed, mesh)[0].mu
+    assert specs(moments) == {"kernel": P("fsdp"), "out": {"kernel": P(None, "fsdp")}}
+
+
+# ---------------------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------------------
+
+
+def test_batches_are_split_over_data_and_fsdp():
+    assert batch_sharding(mesh_of(CUBE)).spec == P(("data", "fsdp"))
+    assert batch_sharding(mesh_of("data:2,tensor:4"), accumulate_steps=3).spec == P(None, "data")
+    assert batch_sharding(mesh_of("tensor:8")).spec == P()
+
+
+def test_a_micro_batch_holds_consecutive_rows_and_a_device_its_share_of_each():
+    rows = np.arange(16)
+    batch = {"x": rows[:, None] * np.ones((1, 3)), "row": rows}
+    plain = shard_batch(batch, mesh_of(CUBE))
+    np.testing.assert_array_equal(plain["row"], rows)
+    micro = shard_batch(batch, mesh_of(CUBE), accumulate_steps=2)
+    np.testing.assert_array_equal(micro["row"], rows.reshape(2, 8))
+    np.testing.assert_array_equal(micro["x"][1, 2], [10, 10, 10])
+    shards = {tuple(np.ravel(shard.data)) for shard in micro["row"].addressable_shards}
+    assert shards == {(0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15)}
+
+
+def test_batches_with_uneven_arrays_are_refused():
+    with pytest.raises(ConfigError, match=r"same number of rows; got .*'x': \(8, 2\)"):
+        shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)}, mesh_of("data:2"))
+    with pytest.raises(ConfigError, match="same number of rows"):
+        shard_batch({"x": np.zeros(())}, mesh_of("data:2"))
+
+
+@pytest.mark.parametrize(
+    ("size", "steps", "mesh", "words"),
+    [
+        (
+            12,
+            1,
+            "data:2,fsdp:4",
+            "12 is not divisible by the 8 batch shards (mesh data=2 x fsdp=4)",
+        ),
+        (12, 1, "data:2,fsdp:4", "; use 8 or 16"),
+        (19, 1, "data:4", "19 is not divisible by the 4 batch shards (mesh data=4); use 16 or 20"),
+        (4, 1, "data:8", "4 is not divisible by the 8 batch shards (mesh data=8); use 8"),
+        (24, 2, "fsdp:8", "(mesh fsdp=8) times accumulate_steps=2; use 16 or 32"),
+        (5, 2, "tensor:8", "5 is not divisible by accumulate_steps=2; use 4 or 6"),
+        (0, 1, "data:8", "use 8"),
+    ],
+)
+def test_b1_batch_sizes_that_do_not_divide_are_refused(size, steps, mesh, words):
+    with pytest.raises(ConfigError) as error:
+        check_batch_size(size, steps, mesh_of(mesh))
+    assert words in str(error.value)
+
+
+def test_batch_sizes_that_divide_are_taken():
+    check_batch_size(16, 2, mesh_of(CUBE))
+    check_batch_size(7, 1, mesh_of("tensor:8"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Constraints while a step is traced
+# ---------------------------------------------------------------------------------------------
+
+
+def test_without_rules_and_on_one_device_nothing_is_added():
+    """The step on one device is measured against bare JAX: only the cast may remain."""
+
+    def bare(x_BD, w_DF):
+        return jnp.tanh(x_BD @ w_DF.astype(jnp.bfloat16))
+
+    def ours(x_BD, w_DF):
+        w_DF = gather_param(w_DF, ("embed", "mlp"), jnp.bfloat16)
+        return constrain(jnp.tanh(constrain(x_BD, "batch", "embed") @ w_DF), "batch", "mlp")
+
+    def on_one_device(x_BD, w_DF):
+        with use_rules(mesh_of("fsdp:1")):
+            return ours(x_BD, gather_stored(w_DF, P("fsdp")))
+
+    args = (jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 16)))
+    for loss in (lambda f: f, lambda f: jax.grad(lambda *args: f(*args).sum(), argnums=(0, 1))):
+        expected = str(jax.make_jaxpr(loss(bare))(*args))
+        assert str(jax.make_jaxpr(loss(ours))(*args)) == expected
+        assert str(jax.make_jaxpr(loss(on_one_device))(*args)) == expected
+
+
+def test_constraints_decide_the_layout_of_activations():
+    def f(x):
+        with use_rules(mesh_of(CUBE)):
+            return constrain(x * 2, "batch", "mlp")
+
+    y = jax.jit(f)(jnp.ones((8, 4)))
+    assert y.sharding.spec == P(("data", "fsdp"), "tensor")
+    np.testing.assert_array_equal(y, 2 * np.ones((8, 4)))
+
+
+def test_constraints_that_cannot_hold_are_refused_by_name():
+    def f(x, *axes):
+        with use_rules(mesh_of(CUBE)):
+            return constrain(x, *axes)
+
+    with pytest.raises(ConfigError, match=r"shape \(6, 3\).*batch 6 by data=2 x fsdp=2, mlp 3 by"):
+        jax.eval_shape(lambda x: f(x, "batch", "mlp"), jnp.ones((6, 3)))
+    with pytest.raises(ConfigError, match=r"1 logical axes \('batch',\).*one per dim"):
+        jax.eval_shape(lambda x: f(x, "batch"), jnp.ones((8, 4)))
+    with pytest.raises(ConfigError, match=r"no rule for the logical axes \['btach'\]"):
+        jax.eval_shape(lambda x: f(x, "btach", None), jnp.ones((8, 4)))
+
+
+def test_compute_rules_that_nothing_reads_are_refused():
+    rules = with_rules(compute={"mlp": None, "length": "tensor"})
+
+    def f(x, *axes):
+        with use_rules(mesh_of(CUBE), rules):
+            return constrain(x, *axes)
+
+    with pytest.raises(
+        ConfigError, match=r"no array of the model reads: 'length' -> \('tensor',\)"
+    ):
+        jax.eval_shape(lambda x: f(x, "batch", None), jnp.ones((8, 4)))
+    jax.eval_shape(lambda x: f(x, "batch", "length"), jnp.ones((8, 4)))
+    with pytest.raises(ZeroDivisionError), use_rules(mesh_of(CUBE), rules):
+        raise ZeroDivisionError  # not hidden by a complaint about rules
+
+
+def test_rules_end_with_their_block_and_nest():
+    outer, inner = mesh_of("fsdp:8"), mesh_of("data:8")
+    x = jnp.ones((8, 8))
+    with use_rules(outer):
+        with use_rules(inner):
+            jaxpr = str(jax.make_jaxpr(lambda x: constrain(x, "batch", None))(x))
+            assert "spec=P('data'" in jaxpr
+        assert "spec=P('fsdp'" in str(jax.make_jaxpr(lambda x: constrain(x, "batch", None))(x))
+    assert constrain(x, "batch", None) is x
+
+
+@jax.checkpoint
+def _cached_block(x):
+    return constrain(jnp.sin(x), "batch", None)
+
+
+def test_traces_are_not_shared_between_meshes():
+    """jax.checkpoint and jax.jit keep traces by function; the rules must be part of the key."""
+
+    def step(x, mesh):
+        with use_rules(mesh):
+            return _cached_block(x)
+
+    for text in ("fsdp:8", "data:8", "fsdp:1", "tensor:2,data:4"):
+        mesh = mesh_of(text)
+        jaxpr = str(jax.make_jaxpr(functools.partial(step, mesh=mesh))(jnp.ones((8, 8))))
+        axis = text.rpartition(",")[2].split(":")[0]
+        assert ("sharding_constraint" in jaxpr) == (mesh.size > 1)
+        if mesh.size > 1:
+            assert f"spec=P('{axis}'" in jaxpr
+
+
+# ---------------------------------------------------------------------------------------------
+# Gathered parameters: read from the partitioned program
+# ---------------------------------------------------------------------------------------------
+
+
+def partitioned(fn, args, directory):
+    """The compiled program, and its text after XLA split it over devices.
+
+    Only later does CPU compute collectives of bfloat16 in float32.
+    """
+    options = {
+        "xla_dump_to": str(directory),
+        "xla_dump_hlo_pass_re": "spmd-.*",
+        "xla_dump_hlo_as_text": True,
+    }
+    compiled = jax.jit(fn).lower(*args).compile(compiler_options=options)
+    (path,) = directory.glob("*after_spmd-partitioning*")
+    return compiled, path.read_text()
+
+
+def gathers(text):
+    return re.findall(r"= (\w+)\[([\d,]*)\]\S* all-gather\(", text)
+
+
+def placed_args(model, mesh, rows=16):
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    shardings = param_shardings(params, model.logical_axes, mesh)
+    place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)  # noqa: E731
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32, sharding=batch_sharding(mesh))
+    return (jax.tree.map(place, params, shardings), {"x": x}), shardings
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_parameters_are_gathered_in_bfloat16_and_gradients_are_laid_out_for_storage(
+    tmp_path, remat
+):
+    model, mesh = toy.toy(dtype="bfloat16", remat=remat), mesh_of(CUBE)
+    args, shardings = placed_args(model, mesh)
+
+    def grads(params, batch):
+        with use_rules(mesh):
+            return jax.grad(functools.partial(toy.summed_loss, model))(params, batch)
+
+    compiled, text = partitioned(grads, args, tmp_path)
+    found = gathers(text)
+    assert {dtype for dtype, _ in found} == {"bf16"}
+    # Each kernel is gathered over fsdp in the forward pass and again in the backward pass, and
+    # keeps its part over tensor: [D, F/2], [F/2, D].
+    assert [shape for _, shape in found].count("64,64") == 4
+    # Gradients of kernels are summed and cut at once, which GPUs do as one reduce-scatter.
+    sums = re.findall(r"%(all-reduce\S*) = bf16\[64,64\]", text)
+    assert sums
+    for name in sums:
+        users = re.findall(rf"= \S+ (\S+)\([^)]*%{re.escape(name)}[,)]", text)
+        assert users == ["dynamic-slice"], (name, users)
+    assert specs(compiled.output_shardings) == specs(shardings)
+
+
+def test_under_remat_none_gathered_parameters_are_not_kept():
+    """Kept for the backward pass, they would be the whole model on every device."""
+    model, mesh = toy.toy(mlp_dim=1024, num_layers=8), mesh_of("fsdp:8")
+    args, _ = placed_args(model, mesh, rows=8)
+
+    def grads(params, batch):
+        with use_rules(mesh):
+            return jax.grad(functools.partial(toy.summed_loss, model))(params, batch)
+
+    memory = jax.jit(grads).lower(*args).compile().memory_analysis()
+    whole_kernels = 8 * 2 * 64 * 1024 * 4
+    assert memory.temp_size_in_bytes < whole_kernels / 2
+
+
+def test_gradients_equal_those_without_a_mesh():
+    model = toy.toy()
+    params, _ = model.init(jax.random.key(0))
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)}
+    loss = functools.partial(toy.summed_loss, model)
+    expected = jax.jit(jax.grad(loss))(params, batch)
+
+    def auto(params, batch, mesh):
+        with use_rules(mesh):
+            return jax.grad(loss)(params, batch)
+
+    def manual_over_data(params, batch, mesh):
+        """As the train step does it: by hand over data, automatic over the other axes."""
+
+        def local(params, batch):
+            params = jax.tree.map(lambda p: jax.lax.pcast(p, ("data",), to="varying"), params)
+            return jax.lax.psum(jax.grad(loss)(params, batch), "data")
+
+        with use_rules(mesh):
+            return jax.shard_map(
+                local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}
+            )(params, batch)
+
+    mesh = mesh_of(CUBE)
+    for step in (auto, manual_over_data):
+        placed = jax.device_put(params, param_shardings(params, toy.LOGICAL_AXES, mesh))
+        found = jax.jit(functools.partial(step, mesh=mesh))(placed, shard_batch(batch, mesh))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * np.abs(b).max()),
+            found,
+            expected,
+        )
+
+
+def test_inside_a_region_manual_over_data_the_other_axes_are_still_laid_out():
+    mesh = mesh_of(CUBE)
+
+    def local(x_BD, w_DF):
+        w_DF = gather_param(w_DF, ("embed", "mlp"), jnp.bfloat16)
+        return constrain(x_BD.astype(jnp.bfloat16) @ w_DF, "batch", "mlp")
+
+    def step(x_BD, w_DF):
+        with use_rules(mesh):
+            return jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(P("data"), P()),
+                out_specs=P("data"),
+                axis_names={"data"},
+            )(x_BD, w_DF)
+
+    jaxpr = str(jax.make_jaxpr(step)(jnp.ones((8, 16)), jnp.ones((16, 32))))
+    found = re.findall(r"spec=(P\([^)]*\))", jaxpr)
+    assert found == ["P('fsdp', 'tensor')", "P(None, 'tensor')", "P('fsdp', 'tensor')"]
+    everywhere = jax.shard_map(
+        lambda x: constrain(x, "batch", "mlp"),
+        mesh=mesh,
+        in_specs=P(("data", "fsdp"), "tensor"),
+        out_specs=P(("data", "fsdp"), "tensor"),
+    )
+    with use_rules(mesh):  # nothing is left to lay out
+        assert "sharding_constraint" not in str(jax.make_jaxpr(everywhere)(jnp.ones((8, 16))))
+
+
+def test_models_that_know_nothing_of_layouts_gather_parameters_not_activations(tmp_path):
+    mesh, rows = mesh_of("fsdp:8"), 32
+    params = {"a": shapes(kernel=(64, 128), bias=(128,)), "b": shapes(kernel=(128, 64))}
+    shardings = param_shardings(params, None, mesh)
+    placed = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+        params,
+        shardings,
+    )
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32, sharding=batch_sharding(mesh))
+
+    def grads(params, x_BD):
+        def loss(params):
+            params = jax.tree.map(lambda p, s: gather_stored(p, s.spec), params, shardings)
+            h_BF = jnp.tanh(x_BD @ params["a"]["kernel"] + params["a"]["bias"][None])
+            return jnp.sum(jnp.square(h_BF @ params["b"]["kernel"]))
+
+        with use_rules(mesh):
+            return jax.grad(loss)(params)
+
+    _, text = partitioned(grads, (placed, x), tmp_path)
+    assert sorted({shape for _, shape in gathers(text)}) == ["128", "128,64", "64,128"]
+
+
+# ---------------------------------------------------------------------------------------------
+# The audit
+# ---------------------------------------------------------------------------------------------
+
+
+def test_audit_counts_bytes_per_device():
+    model, tx = toy.toy(), optax.adamw(1e-3)
+    result = audit(model, mesh_of(CUBE), tx, ema=True)
+    rows = {row.path: row for row in result.rows}
+    up = rows["params/layers/up/kernel"]
+    assert (up.shape, up.logical_axes) == ((3, 64, 128), ("layers", "embed", "mlp"))
+    assert (up.total_bytes, up.bytes_per_device) == (3 * 64 * 128 * 4, 3 * 64 * 128)
+    assert rows["params/layers/norm/scale"].bytes_per_device == 3 * 64 * 4 // 2
+    assert rows["opt_state/0/nu/head/kernel"].bytes_per_device == 64 * 256
+    per_device = result.group_bytes_per_device()
+    params = 2 * 3 * 64 * 128 + 64 * 256 + 3 * 64 * 2 + 3 * 128 * 2
+    assert per_device == {
+        "params": params,
+        "ema_params": params,
+        "opt_state": 2 * params + 4,
+    }
+    assert result.bytes_per_device == sum(per_device.values())
+    assert "0.00% replicated" in result.short()
+    assert result.short() in result.table()
+    assert len(result.to_json()["rows"]) == len(result.rows)
+
+
+def test_audit_equals_what_devices_hold():
+    from jaxtrain.state import init_state
+
+    model, mesh, tx = toy.toy(), mesh_of("fsdp:4,tensor:2"), optax.adafactor(1e-3)
+    state = init_state(model, tx, mesh)
+    held = [
+        shard.data.nbytes
+        for leaf in jax.tree.leaves((state.params, state.opt_state))
+        for shard in leaf.addressable_shards
+        if shard.device == jax.devices()[3]
+    ]
+    assert audit(model, mesh, tx).bytes_per_device == sum(held)
+
+
+def test_needless_replication_is_an_error_unless_allowed():
+    model = dataclasses.replace(
+        toy.toy(), logical_axes={**toy.LOGICAL_AXES, "head": {"kernel": (None, None)}}
+    )
+    with pytest.raises(ConfigError, match=r"2\d\.\d% of the train state .* params/head/kernel"):
+        audit(model, mesh_of("fsdp:8"), optax.adamw(1e-3))
+    result = audit(model, mesh_of("fsdp:8"), allow_replicated=0.3)
+    flagged = [row.path for row in result.rows if row.is_needlessly_replicated]
+    # The bias has no rule for fsdp either; it is too small to matter.
+    assert flagged == ["params/head/kernel", "params/layers/up/bias"]
+    assert "could be sharded" in result.table()
+    # Where no axis of the mesh could split it, nothing is wasted.
+    assert audit(model, mesh_of("data:8")).replicated_share == 0
+    # A property of model and rules, not of the number of devices.
+    shares = {audit(toy.toy(), mesh_of(text)).replicated_share for text in ("fsdp:2", "fsdp:8")}
+    assert len(shares) == 1
+    assert 0 < shares.pop() < 0.02
+
+
+def test_an_axis_that_splits_nothing_is_an_error():
+    with pytest.raises(ConfigError, match=r"mesh axis tensor=2 splits no parameter"):
+        audit(toy.unlabelled(), mesh_of("fsdp:4,tensor:2"))
+    assert audit(toy.unlabelled(), mesh_of("fsdp:4,data:2")).idle_axes == ()
+    assert audit(toy.unlabelled(), mesh_of("tensor:8"), allow_replicated=1).idle_axes == ("tensor",)
+
+
+def test_model_state_is_listed_and_replicated():
+    model = dataclasses.replace(
+        toy.toy(), init=lambda key: (toy.toy().init(key)[0], {"mean": jnp.zeros(64)})
+    )
+    row = audit(model, mesh_of("fsdp:8")).rows[-1]
+    assert (row.path, row.spec, row.bytes_per_device) == ("model_state/mean", P(), 256)
+
+
+def test_shardings_are_named_shardings_on_the_mesh():
+    mesh = mesh_of(CUBE)
+    for sharding in jax.tree.leaves(param_shardings(shapes(a=(8, 8)), None, mesh)):
+        assert sharding == NamedSharding(mesh, P("fsdp"))
