@@ -86,7 +86,7 @@ class View:
     def fields(self) -> list[tuple[int, str]]:
         """(importance, text) of the record, in the order of display; 0 is never dropped."""
         record = self.record
-        rate = next((name for name in record if name.endswith("_per_second")), None)
+        rate = rate_name(record)
         pace = record.get("step_seconds")
         fields = [(0, "loss " + units.number(record.get("loss")))]
         fields += [(3, f"{name} {units.number(record[name])}") for name in extra_metrics(record)]
@@ -94,7 +94,7 @@ class View:
             fields.append((6, "grad " + units.number(record["grad_norm"])))
         if record.get("learning_rate") is not None:
             fields.append((7, "lr " + units.number(record["learning_rate"])))
-        if rate is not None:
+        if rate:
             fields.append((1, f"{units.count(record[rate])} {rate.removesuffix('_per_second')}/s"))
         if pace is not None:
             fields.append((4, units.seconds(pace) + "/step"))
@@ -207,3 +207,9 @@ def extra_metrics(record: Mapping[str, Any]) -> list[str]:
         for name, value in record.items()
         if name not in _BOOKKEEPING and isinstance(value, numbers.Real)
     ]
+
+
+def rate_name(record: Mapping[str, Any]) -> str:
+    """Which speed of a record to show: tokens per second where there are tokens; "" for none."""
+    names = ("tokens_per_second", *(name for name in record if name.endswith("_per_second")), "")
+    return next(name for name in names if name in record or not name)

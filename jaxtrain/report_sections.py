@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain import units
 from jaxtrain.charts import Series, line_chart, stacked_areas, stacked_bar
-from jaxtrain.progress import extra_metrics
+from jaxtrain.progress import extra_metrics, rate_name
 from jaxtrain.report_run import Run, is_number
 from jaxtrain.throughput import limiting
 
@@ -112,7 +112,7 @@ def _quality_tiles(run: Run) -> list[str]:
 
 def _speed_tiles(run: Run) -> list[str]:
     shown, last = [], run.train[-1] if run.train else {}
-    rate = next((name for name in last if name.endswith("_per_second")), "")
+    rate = rate_name(last)
     if rates := _numbers(run.train, rate):
         paces = _numbers(run.train, "step_seconds")
         note = f"median; {units.seconds(statistics.median(paces))} a step" if paces else "median"
@@ -225,7 +225,7 @@ def curves(run: Run) -> str:
     names = dict.fromkeys(name for record in run.train[-1:] for name in extra_metrics(record))
     names |= dict.fromkeys(name for record in run.evals[-1:] for name in extra_metrics(record))
     charts = [(name, name, units.number) for name in names]
-    rate = next((n for r in run.train[-1:] for n in r if n.endswith("_per_second")), "")
+    rate = rate_name(run.train[-1] if run.train else {})
     charts += [
         ("grad_norm", "gradient norm", units.number),
         ("learning_rate", "learning rate", units.number),

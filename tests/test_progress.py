@@ -30,6 +30,7 @@ RECORD = {
     "accuracy": 0.45,
     "tokens": 20480,
     "samples": 320,
+    "samples_per_second": 194.0,
     "tokens_per_second": 12_400.0,
     "step_seconds": 0.0415,
     "input_wait_seconds": 0.0001,
@@ -171,7 +172,9 @@ def test_one_line_per_record_without_a_terminal(caplog, monkeypatch):
 def test_a_record_with_nothing_but_a_step_is_shown(caplog):
     shown = Progress(5, terminal=False)
     shown.update({"step": 0, "loss": float("nan")}, step=1)
-    assert caplog.messages == ["step 1/5  loss nan"]
+    shown.update({"step": 2, "loss": 1.0, "samples_per_second": 250.0})
+    assert caplog.messages[0] == "step 1/5  loss nan"
+    assert caplog.messages[1].startswith("step 2/5  loss 1.000  250 samples/s")
 
 
 def test_processes_that_do_not_speak(caplog):

@@ -17,8 +17,8 @@ import optax
 import pytest
 
 from jaxtrain import chart_scales
-from jaxtrain.audit import audit
 from jaxtrain.charts import Series, line_chart
+from jaxtrain.layout_audit import audit
 from jaxtrain.mesh import make_mesh
 from jaxtrain.metrics import JsonlWriter
 from jaxtrain.report import write_report
@@ -34,6 +34,7 @@ def record(step: int, **more) -> dict:
         "learning_rate": 1e-3,
         "tokens": step * 2048,
         "samples": step * 32,
+        "samples_per_second": 781.25,
         "tokens_per_second": 50_000.0,
         "step_seconds": 0.04,
         "input_wait_seconds": 0.001,
