@@ -8,7 +8,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.audit import audit
     from jaxtrain.config import CheckpointConfig, Config, OptimizerConfig, RunConfig, field
     from jaxtrain.data.sources import ArrayDataset, Dataset
     from jaxtrain.errors import (
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         JaxtrainError,
         NonFiniteError,
     )
+    from jaxtrain.layout_audit import audit
     from jaxtrain.loop import FitResult, fit
     from jaxtrain.losses import classification_loss, lm_loss
     from jaxtrain.mesh import make_mesh
@@ -48,7 +48,7 @@ _MODULE_OF = {
     "ShardingRules": "sharding",
     "TrainState": "state",
     "Writer": "metrics",
-    "audit": "audit",
+    "audit": "layout_audit",
     "classification_loss": "losses",
     "field": "config",
     "fit": "loop",

@@ -36,13 +36,13 @@ import optax
 from jax.sharding import Mesh
 
 from jaxtrain import optim, resume, run_files
-from jaxtrain.audit import audit
 from jaxtrain.compile import CompiledStep, compile_step, compiler_options
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import Loader, eval_batches
 from jaxtrain.data.sources import Dataset, as_dataset
 from jaxtrain.errors import ConfigError
 from jaxtrain.evaluate import evaluate
+from jaxtrain.layout_audit import audit
 from jaxtrain.mesh import describe_mesh, make_mesh
 from jaxtrain.metrics import Writer
 from jaxtrain.models.functional import Model, as_model

@@ -1,7 +1,7 @@
 """What an experiment script calls: flags to configuration, then train, evaluate or audit.
 
     if __name__ == "__main__":
-        jaxtrain.main(LmConfig, build, presets={"model": PRESETS})
+        main(LmConfig, build, presets={"model": PRESETS})
 
 Nothing heavy is imported before the flags are known to be right: `--help` and a bad flag answer at
 once and start no backend.
@@ -139,7 +139,7 @@ def _audit(experiment: Experiment, config: RunConfig) -> ExitCode:
     """Prints where every array of the train state would live; compiles and trains nothing."""
     import jax
 
-    from jaxtrain.audit import audit
+    from jaxtrain.layout_audit import audit
     from jaxtrain.mesh import make_mesh
     from jaxtrain.models.functional import as_model
     from jaxtrain.optim import make_optimizer

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.audit import Audit
 from jaxtrain.config import RunConfig, dump, versions
+from jaxtrain.layout_audit import Audit
 from jaxtrain.metrics import JsonlWriter, TensorBoardWriter, Writer, cut_after, replace_file
 
 __all__ = ["Writers", "open_writers", "write_report", "write_start"]

@@ -121,7 +121,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(jaxtrain, name, fake, raising=False)
 
     layout = types.SimpleNamespace(table=lambda: "w  [4,8]  fsdp")
-    module("audit", audit=note("audit", layout))
+    module("layout_audit", audit=note("audit", layout))
     module("compile", configure_backend=note("configure_backend"))
     module("loop", fit=note("fit", status), evaluate_run=note("evaluate_run"))
     noted_status = types.SimpleNamespace(calls=noted, result=status, note=note)

@@ -16,8 +16,8 @@ import toy
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.audit import audit
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout_audit import audit
 from jaxtrain.mesh import make_mesh
 from jaxtrain.sharding import (
     DEFAULT_RULES,
