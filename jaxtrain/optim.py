@@ -171,11 +171,10 @@ def num_updates(opt_state: Any) -> jax.Array | None:
 
     optax names it `count`. Parameters may carry that name too, hence the test for a scalar.
     """
+    found = [count for _, count in optax.tree.get_all_with_path(opt_state, "count")]
     counts = [
         count
-        for _, count in optax.tree.get_all_with_path(opt_state, "count")
-        if isinstance(count, jax.Array)
-        and count.ndim == 0
-        and jnp.issubdtype(count.dtype, jnp.integer)
+        for count in found
+        if getattr(count, "shape", None) == () and jnp.issubdtype(count.dtype, jnp.integer)
     ]
     return counts[0] if counts else None

@@ -95,9 +95,6 @@ def _shapes(text: str) -> tuple[tuple[tuple[int, ...], ...], int]:
 
 def _axes(line: str, mesh: Mesh) -> tuple[str, ...]:
     """Mesh axes along which the devices of one group differ."""
-    named = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", line)
-    if named:
-        return tuple(re.findall(r"'(\w+)'", named[1]))
     groups = _groups(line, mesh.size)
     shape = tuple(mesh.shape.values())
     positions = [np.stack(np.unravel_index(group, shape)) for group in groups]
@@ -116,8 +113,17 @@ def _groups(line: str, num_devices: int) -> list[list[int]]:
         return [
             [int(n) for n in group.split(",")] for group in re.split(r"\},\{", inside.strip("{"))
         ]
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        inner = re.findall(r"'(\w+)'(?=,|$)", named[2])
+        outer = [name for name in sizes if name not in inner]
+        devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        order = [list(sizes).index(name) for name in outer + inner]
+        return devices.transpose(order).reshape(-1, math.prod(sizes[n] for n in inner)).tolist()
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota is None:
+        assert "replica_groups=" not in line or "replica_groups={}" in line, line
         return [list(range(num_devices))]
     to, source = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
     devices = np.arange(math.prod(source)).reshape(source)
