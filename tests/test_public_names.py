@@ -75,14 +75,13 @@ def test_audit_is_the_function_whatever_was_imported_first():
         assert callable(jaxtrain.audit)
 
 
-def loaded_after(statements: str, *modules: str) -> list[str]:
-    """Which of the modules a fresh interpreter has loaded after some statements."""
-    code = f"{statements}\nimport sys\nprint(*[m for m in {modules} if m in sys.modules])"
+def output_of(statements: str) -> list[str]:
+    """The words that statements print in a fresh interpreter, warnings being errors."""
     process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", statements],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
     )
     assert process.returncode == 0, process.stderr
@@ -90,25 +89,32 @@ def loaded_after(statements: str, *modules: str) -> list[str]:
 
 
 def test_importing_the_package_loads_nothing():
-    heavy = ("jax", "jaxlib", "numpy", "flax", "optax", "absl", "jaxtrain.errors")
-    assert loaded_after("import jaxtrain", *heavy) == []
+    assert output_of(
+        "import jaxtrain, sys\n"
+        "roots = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(*sorted(roots & {'jax', 'jaxlib', 'numpy', 'flax', 'optax', 'absl'}), 'end')\n"
+        "print(*[name for name in sys.modules if name.startswith('jaxtrain.')])\n"
+    ) == ["end"]
 
 
-def test_fit_does_not_load_what_a_run_may_not_need():
+def test_fit_loads_no_package_that_a_run_may_not_need():
     """Checkpoints, progress bars and writers are imported on first use."""
-    later = ("orbax", "orbax.checkpoint", "grain", "rich", "tensorboardX", "sklearn", "IPython")
-    assert loaded_after("import jaxtrain; jaxtrain.fit", "jaxtrain.loop", *later) == [
-        "jaxtrain.loop"
-    ]
+    assert output_of(
+        "import jax, optax, flax.nnx, sys\n"
+        "before = set(sys.modules)\n"
+        "import jaxtrain; jaxtrain.fit\n"
+        # flax brings parts of rich along, so only what is new counts.
+        "roots = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(roots - sys.stdlib_module_names))\n"
+    ) == ["jaxtrain"]
 
 
-def test_the_public_names_start_no_backend():
-    statements = (
+def test_no_public_name_starts_a_backend():
+    assert output_of(
         "import jaxtrain\n"
         "for name in jaxtrain.__all__: getattr(jaxtrain, name)\n"
         "import jax\n"
         # Refused once a backend runs.
         "jax.config.update('jax_num_cpu_devices', 3)\n"
-        "assert len(jax.devices()) == 3\n"
-    )
-    assert loaded_after(statements, "jax") == ["jax"]
+        "print(len(jax.devices()))\n"
+    ) == ["3"]
