@@ -118,6 +118,10 @@ def test_remat_policies_keep_what_their_names_say():
         names[name] = str(jax.make_jaxpr(jax.grad(block))(x)).count("dot_general")
     # The product forward and its transpose; computed once more only if nothing was kept.
     assert names == {"none": 2, "dots": 2, "full": 3}
+    # Outside of a loop XLA would merge the second computation with the first.
+    for is_scanned in (True, False):
+        block = remat(lambda x: jnp.sin(x).sum(), "full", is_scanned=is_scanned)
+        assert f"prevent_cse={not is_scanned}" in str(jax.make_jaxpr(jax.grad(block))(x))
 
 
 def test_remat_none_wraps_nothing_unless_parameters_are_gathered():

@@ -5,6 +5,7 @@ Shapes: B rows, D embed, F mlp, L layers.
 
 import dataclasses
 import functools
+import pathlib
 import re
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout_audit import audit
 from jaxtrain.mesh import make_mesh
+from jaxtrain.models.transformer import PRESETS, TransformerConfig, transformer
 from jaxtrain.sharding import (
     DEFAULT_RULES,
     ShardingRules,
@@ -35,6 +37,7 @@ from jaxtrain.sharding import (
 )
 
 CUBE = "data:2,fsdp:2,tensor:2"
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 def mesh_of(text):
@@ -671,3 +674,17 @@ def test_shardings_are_named_shardings_on_the_mesh():
     mesh = mesh_of(CUBE)
     for sharding in jax.tree.leaves(param_shardings(shapes(a=(8, 8)), None, mesh)):
         assert sharding == NamedSharding(mesh, P("fsdp"))
+
+
+@pytest.mark.parametrize("text", ["data:8", "fsdp:8", "fsdp:4,tensor:2", CUBE])
+@pytest.mark.parametrize("preset", ["nano", "llama3-8b"])
+def test_golden_tables(preset, text):
+    """Where everything lives, reviewed line by line.
+
+    A difference means that checkpoints move and memory changes. If that is wanted, write the new
+    table to the file, and look at every line of the diff.
+    """
+    model = transformer(TransformerConfig(**PRESETS[preset]))
+    table = audit(model, mesh_of(text), optax.adamw(1e-3)).table() + "\n"
+    name = f"sharding_{preset}_{text.replace(':', '').replace(',', '_')}.txt"
+    assert table == (GOLDEN / name).read_text(), f"\n{table}"
