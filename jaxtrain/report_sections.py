@@ -63,8 +63,8 @@ def header(run: Run) -> str:
         text = f"{bad} logged {'loss' if bad == 1 else 'losses'} not finite"
         pill += f'<span class="pill bad">{text}</span>'
     facts = [f"step {run.last_step:,}" + (f" of {num_steps:,}" if num_steps else "")]
-    if device := run.environment.get("device"):
-        facts.append(f"{run.environment.get('num_devices', 1)} x {device}")
+    if devices := run.environment.get("devices"):
+        facts.append(str(devices))
     if mesh := run.audit.get("mesh"):
         sizes = [f"{axis}:{size}" for axis, size in mesh.items() if size != 1]
         facts.append("mesh " + ",".join(sizes) if sizes else "one device")
@@ -99,6 +99,8 @@ def _quality_tiles(run: Run) -> list[str]:
         if below:
             value, name = min(below)
             notes.append(f"{units.number(value - last['loss'])} below {name}")
+        if is_number(last.get("rows")):
+            notes.append(f"{last['rows']:,.0f} rows")
         shown.append(_tile("Evaluation loss", units.number(last["loss"]), "; ".join(notes)))
         shown += [
             _tile(f"Evaluation {name}", units.number(last[name]), f"at step {last['step']:,}")
@@ -161,7 +163,14 @@ def loss(run: Run) -> str:
     series = [one for one in series if one.finite()]
     if not series:
         return ""
-    references = run.references()
+    values = [y for one in series for _, y in one.finite()]
+    room = (max(values) - min(values)) or abs(values[0])
+    # One that is far from the loss would flatten the curve; it is listed under "model and data".
+    references = [
+        (name, value)
+        for name, value in run.references()
+        if min(values) - room <= value <= max(values) + room
+    ]
     height, common = 400, {"references": references, "labels": True}
     y_range, above = _focus(series, [value for _, value in references])
     linear = line_chart(
@@ -228,6 +237,7 @@ def curves(run: Run) -> str:
     rate = rate_name(run.train[-1] if run.train else {})
     charts += [
         ("grad_norm", "gradient norm", units.number),
+        ("param_norm", "parameter norm", units.number),
         ("learning_rate", "learning rate", units.number),
         (rate, rate.replace("_", " "), units.count),
         ("mfu", "utilisation (MFU)", lambda value: f"{value:.1%}"),

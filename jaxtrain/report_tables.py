@@ -1,7 +1,6 @@
 """The report's lower half: the layout of the state, environment and configuration."""
 
 import json
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -100,18 +99,18 @@ def _sharding_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def setup(run: Run) -> str:
     """What the experiment says about itself, its configuration, its environment."""
     changed, rest = _configuration(run)
-    pairs = [("model and data", run.describe), ("environment", run.environment)]
+    environment = {k: v for k, v in run.environment.items() if k != "command"}
+    pairs = [("model and data", run.describe), ("environment", environment)]
     columns = "".join(f"<div>{_pairs(title, them.items())}</div>" for title, them in pairs if them)
     if not columns and not changed and not rest:
         return ""
     parts = ["<h2>Setup</h2>"]
-    if command := run.run.get("command"):
-        text = shlex.join(map(str, command)) if isinstance(command, list) else str(command)
-        parts.append(f"<pre><code>{escape(text)}</code></pre>")
+    if command := run.environment.get("command"):
+        parts.append(f"<pre><code>{escape(str(command))}</code></pre>")
     if changed:
         parts.append(_changed_table(changed))
     if rest:
-        title = "the rest of the configuration, at its defaults" if changed else "configuration"
+        title = "the rest of the configuration" if changed else "configuration"
         parts.append(
             f"<details{'' if changed else ' open'}><summary>{title} ({len(rest)} fields)</summary>"
             f'<div class="two">{_columns(rest)}</div></details>'

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -171,6 +172,25 @@ def test_a_line_that_is_no_record_is_named_not_fatal(tmp_path, caplog):
     assert "line 4" in caplog.text
     assert cut_after(path, 2) == 2
     assert steps_in(path) == [0, 1, 2]
+
+
+def test_a_cut_is_on_the_disk_before_it_takes_the_name(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(6))
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def logged_fsync(file):
+        calls.append("directory" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
+        fsync(file)
+
+    def logged_replace(source, target):
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "replace", logged_replace)
+    cut_after(path, 2)
+    assert calls == ["file", "rename", "directory"]
 
 
 class _KilledError(BaseException):

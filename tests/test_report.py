@@ -65,7 +65,8 @@ def whole(tmp_path_factory) -> Path:
         writer.write(record(step, **({"checkpoint_seconds": 0.25} if step == 200 else {})))
         if step % 100 == 0:
             loss = 2.1 + 4.0 * math.exp(-step / 100) + (0.5 if step == 400 else 0.0)
-            evaluation = {"eval": True, "loss": loss, "accuracy": step / 800, "eval_seconds": 1.5}
+            evaluation = {"eval": True, "loss": loss, "accuracy": step / 800, "rows": 360.0}
+            evaluation["eval_seconds"] = 1.5
             writer.write({"step": step, **evaluation})
     writer.close()
     layout = audit((init, apply), make_mesh("fsdp:8"), optax.adam(1e-3), allow_replicated=1)
@@ -75,11 +76,15 @@ def whole(tmp_path_factory) -> Path:
     files = {
         "config.json": {"config": config, "versions": {"jax": "0.12.0", "python": "3.12.1"}},
         "run.json": {
-            "describe": {"bigram entropy": 2.9, "parameters": 1_049_216, "source": "<b>text</b>"},
+            "describe": {
+                "bigram entropy": 2.9,
+                "some other loss": 99.0,
+                "parameters": 1_049_216,
+                "source": "<b>text</b>",
+            },
             "compile_seconds": 7.5,
             "memory": {"argument": 1024, "temp": 2048, "total": 3072},
-            "environment": {"device": "cpu", "num_devices": "8"},
-            "command": ["python", "train.py", "--workdir=a b"],
+            "environment": {"devices": "8 x cpu", "command": "python train.py '--workdir=a b'"},
         },
     }
     for name, content in files.items():
@@ -151,7 +156,7 @@ def test_headline(whole):
     assert "mesh fsdp:8" in text
     best = f"best {2.1 + 4 * math.exp(-3):.3f} at step 300"
     last = 2.6 + 4 * math.exp(-4)
-    note = f"at step 400; {best}; {2.9 - last:.4f} below bigram entropy"
+    note = f"at step 400; {best}; {2.9 - last:.4f} below bigram entropy; 360 rows"
     assert tile(page, "Evaluation loss") == (f"{last:.3f}", note)
     assert tile(page, "Evaluation accuracy") == ("0.5000", "at step 400")
     assert tile(page, "Training loss")[0] == f"{2 + 4 * math.exp(-4):.3f}"
@@ -274,6 +279,7 @@ def test_the_loss_is_shown_with_what_it_is_compared_with(whole):
     assert page.count('line class="reference"') == 2  # linear and logarithmic
     assert "bigram entropy 2.900" in text
     assert "parameters 1" not in text  # a fact, not a loss
+    assert "some other loss" in text  # but it would flatten the curve
 
 
 def test_the_steep_first_steps_do_not_flatten_the_rest(tmp_path):
