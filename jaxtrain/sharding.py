@@ -45,6 +45,7 @@ __all__ = [
     "Layout",
     "LogicalAxes",
     "ShardingRules",
+    "active_rules",
     "batch_sharding",
     "check_batch_size",
     "constrain",
@@ -142,6 +143,7 @@ class _Active:
         self.rules = rules
         self.used: set[str] = set()
         self.has_gathered = False
+        self.gathers_before = False
 
     def sharding(self, logical_axes: Sequence[str | None], table: str) -> NamedSharding | None:
         """The sharding of an array in this trace, or None where there is nothing to split."""
@@ -176,7 +178,8 @@ def use_rules(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[_Act
     """Makes mesh and rules known to `constrain` and `gather_param` while a step is traced.
 
     Yields:
-        What the trace has read so far; `has_gathered` tells whether `gather_param` was called.
+        What the trace has read so far: `has_gathered` tells whether `gather_param` was called.
+        Whoever gathers all parameters before that sets `gathers_before`.
 
     Raises:
         ConfigError: at the end, when a compute rule that is not a default was never read.
@@ -195,6 +198,12 @@ def use_rules(mesh: Mesh, rules: ShardingRules = DEFAULT_RULES) -> Iterator[_Act
             f"compute rules that no array of the model reads: {', '.join(unused)}; remove them or"
             f" name their logical axes in constrain() or gather_param()"
         )
+
+
+def active_rules() -> tuple[Mesh, ShardingRules] | None:
+    """Mesh and rules of the step that is being traced; None outside of one."""
+    active = _active.value
+    return None if active is None else (active.mesh, active.rules)
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
@@ -229,6 +238,8 @@ def gather_param(
     active.has_gathered = True
     storage = active.sharding(logical_axes, "storage")
     compute = active.sharding(logical_axes, "compute")
+    if active.gathers_before:
+        return _constrain_if(param.astype(dtype), compute)
     by_hand = split_by_hand(partition_spec(logical_axes, active.rules.storage, active.mesh))
     if not by_hand and (storage is None or compute is None):
         return param.astype(dtype)
@@ -301,10 +312,14 @@ def _gather_fwd(param, storage, compute, by_hand, dtype, param_dtype):
 
 
 def _gather_bwd(storage, compute, by_hand, dtype, param_dtype, residuals, grad):
-    del compute, dtype, residuals
+    del dtype, residuals
     if by_hand:
         # Sums over devices are taken in the dtype of the parameter.
         grad = _on_shards(_reduce_scatter, storage)(grad.astype(param_dtype), by_hand)
+    else:
+        # Summed in the layout of use and cut at once, a reduce-scatter. From the layout of storage
+        # alone XLA works backwards, and replicates the activations of an embedding's lookup.
+        grad = _constrain_if(grad, compute)
     return (_constrain_if(grad, storage).astype(param_dtype),)
 
 

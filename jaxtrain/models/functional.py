@@ -4,7 +4,7 @@ Only this package imports flax, and only this file splits and merges modules. Wh
 boundary is a nested dict with string keys, never a module or an `nnx.State`: the call of a compiled
 step is cheaper that way, and a checkpoint does not depend on the module library.
 
-Shapes: B batch rows.
+Shapes: B batch rows, T length, D embed, V vocab.
 """
 
 import dataclasses
@@ -37,6 +37,10 @@ class Model:
     logical_axes: Any = None
     """Nested dict like the parameters; each leaf is a tuple with one logical axis name (or None)
     per dimension. None for a model that declares none: path rules or sizes decide then."""
+    rows_are_independent: bool = True
+    """False where outputs or loss of a row depend on other rows (a contrastive loss): the step is
+    then left to XLA, to which the batch is whole on every mesh. Models with model_state are taken
+    for such anyway."""
     num_padding_params: int = 0
     """Elements of the parameters that only pad the vocabulary; left out of parameter counts."""
     flops_per_token: Callable[[int], float] | None = None
@@ -79,6 +83,14 @@ def row_keys(key: jax.Array, batch: Batch) -> jax.Array:
         return batch["row_key"]
     num_rows = jax.tree.leaves(dict(batch))[0].shape[0]
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_rows))
+
+
+def logits(model: Model, params: Params, hidden_BTD: jax.Array) -> jax.Array:
+    """Scores of the true vocabulary, float32, from the hidden states that `apply` returns."""
+    if model.unembed is None:
+        raise ConfigError("logits() needs a language model: one with `unembed`.")
+    head_DV = model.unembed(params)[:, : model.vocab_size].astype(hidden_BTD.dtype)
+    return jnp.einsum("btd,dv->btv", hidden_BTD, head_DV, preferred_element_type=jnp.float32)
 
 
 def functional(

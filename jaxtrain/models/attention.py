@@ -1,0 +1,167 @@
+"""Causal self-attention: rotary positions, grouped queries, q/k-norm, key/value cache.
+
+Shapes: B batch, T query length, S key length, D embed, N query heads, K key/value heads,
+G query heads per key/value head (N = K * G), H head dim.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtrain.models.layers import Norm, Projection, normal, residual_init
+from jaxtrain.models.transformer_config import TransformerConfig
+from jaxtrain.sharding import constrain
+
+# Finite, so that a difference of two masked scores is 0 and not NaN.
+_MASKED = -1e30
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers; slot s of a row holds its token at position s."""
+
+    keys_LBSKH: jax.Array
+    values_LBSKH: jax.Array
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with its four projections."""
+
+    def __init__(self, config: TransformerConfig, implementation: str, *, rngs: nnx.Rngs):
+        embed = (("embed", config.embed_dim),)
+        head = ("head_dim", config.head_size)
+        heads, kv_heads = (("heads", config.num_heads), head), (("kv_heads", config.kv_heads), head)
+        self.implementation = implementation
+
+        def project(outputs):
+            return Projection(
+                "btd,dnh->btnh", embed, outputs, use_bias=config.use_bias, init=normal(), rngs=rngs
+            )
+
+        self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
+        self.o = Projection(
+            "btnh,nhd->btd", heads, embed,
+            use_bias=config.use_bias, init=residual_init(config.num_layers), rngs=rngs,
+        )  # fmt: skip
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            norm = lambda: Norm("rms", *head, epsilon=config.norm_epsilon, rngs=rngs)  # noqa: E731
+            self.q_norm, self.k_norm = norm(), norm()
+
+    def __call__(self, x_BTD: jax.Array, rotation: "Rotation | None") -> jax.Array:
+        """Attention of every position to itself and those before it."""
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
+        with jax.named_scope("attend"):
+            if self.implementation == "cudnn":
+                a_BTNH = jax.nn.dot_product_attention(
+                    q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn"
+                )
+            else:
+                index_T = jnp.arange(x_BTD.shape[1])
+                visible_BTS = (index_T[:, None] >= index_T[None, :])[None]
+                a_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, visible_BTS)
+        return self.o(constrain(a_BTNH, "batch", "length", "heads", "head_dim"))
+
+    def decode(
+        self,
+        x_BTD: jax.Array,
+        rotation: "Rotation | None",
+        cache: Cache,
+        layer: jax.Array,
+        positions_BT: jax.Array,
+    ) -> tuple[jax.Array, Cache]:
+        """Writes the new keys and values at their positions and attends to the cache."""
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
+        rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+
+        def put(slots_LBSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+            new_BTKH = new_BTKH.astype(slots_LBSKH.dtype)
+            return slots_LBSKH.at[layer, rows_B1, positions_BT].set(new_BTKH)
+
+        cache = Cache(put(cache.keys_LBSKH, k_BTKH), put(cache.values_LBSKH, v_BTKH))
+        keys_BSKH, values_BSKH = (
+            jax.lax.dynamic_index_in_dim(slots, layer, keepdims=False).astype(x_BTD.dtype)
+            for slots in cache
+        )
+        # Slots past a query's position hold nothing yet, or the padding of a prompt.
+        slots_S = jnp.arange(keys_BSKH.shape[1])
+        visible_BTS = positions_BT[:, :, None] >= slots_S[None, None, :]
+        return self.o(attend(q_BTNH, keys_BSKH, values_BSKH, visible_BTS)), cache
+
+    def _project(self, x_BTD: jax.Array, rotation: "Rotation | None"):
+        q_BTNH = constrain(self.q(x_BTD), "batch", "length", "heads", "head_dim")
+        k_BTKH = constrain(self.k(x_BTD), "batch", "length", "kv_heads", "head_dim")
+        v_BTKH = constrain(self.v(x_BTD), "batch", "length", "kv_heads", "head_dim")
+        if self.qk_norm:
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+        if rotation is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
+        return q_BTNH, k_BTKH, v_BTKH
+
+
+def attend(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array
+) -> jax.Array:
+    """Softmax attention in plain XLA; scores and softmax in float32.
+
+    The sum of a row's exponentials divides the result instead of the probabilities: one pass less
+    over [T, S], measured 5 % of a training step on CPU.
+
+    Args:
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKH: values.
+        visible_BTS: which keys a query sees, at least one; B or T may be 1.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = (q_BTNH * (1 / math.sqrt(H))).reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
+    # The maximum cancels in the quotient: it needs no gradient.
+    largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+    weights = jnp.exp(scores - largest)
+    sums_BKGT = jnp.sum(weights, -1)
+    a_BTKGH = jnp.einsum(
+        "bkgts,bskh->btkgh", weights.astype(v_BSKH.dtype), v_BSKH,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    a_BTKGH /= jnp.transpose(sums_BKGT, (0, 3, 1, 2))[..., None]
+    return a_BTKGH.astype(q_BTNH.dtype).reshape(B, T, N, H)
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of the angles of rotary positions, float32."""
+
+    cos_BTH: jax.Array
+    sin_BTH: jax.Array
+
+
+def rotation(config: TransformerConfig, positions_BT: jax.Array) -> Rotation:
+    """Angles for `rotate`; the last dim is half a head."""
+    angles = positions_BT.astype(jnp.float32)[..., None] * rope_frequencies(config)[None, None, :]
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+    """Turns the pairs (h, h + H/2), the order of the weights on Hugging Face, in float32."""
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = (part[:, :, None] for part in rotation)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTNH.dtype)
+
+
+def rope_frequencies(config: TransformerConfig) -> np.ndarray:
+    """Radians per position of each pair, with Llama 3's scaling where asked for."""
+    half = np.arange(0, config.head_size, 2) / config.head_size
+    frequencies = config.rope_theta**-half
+    if config.rope_scaling == "llama3":
+        # Wavelengths as shares of the original context: short ones stay, long ones are stretched.
+        turns = config.rope_original_length * frequencies / (2 * np.pi)
+        low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / config.rope_factor)
+    return frequencies.astype(np.float32)

@@ -1,0 +1,174 @@
+"""Layers of the transformer: each holds its parameters with their logical axes.
+
+A layer's parameters rest in the storage layout and float32. `gathered` brings one to the compute
+layout and dtype where it is used; `logical_axes` collects the names for the sharding module.
+
+Shapes: B batch, T length, D embed, F mlp, V vocab.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.sharding import constrain, gather_param
+
+Dtype = jax.typing.DTypeLike
+Initializer = Callable[..., jax.Array]
+Axes = tuple[tuple[str, int], ...]
+"""(logical axis, size) of every dim of a parameter."""
+
+INIT_STDDEV = 0.02
+
+
+def normal(stddev: float = INIT_STDDEV) -> Initializer:
+    """Normal initial values; GPT-2 and Llama use one standard deviation for all kernels."""
+    return jax.nn.initializers.normal(stddev)
+
+
+class Weights(nnx.Module):
+    """Base of layers that hold parameters: `<name>_axes` are the logical axes of `<name>`."""
+
+    def add(self, name: str, axes: Axes, init: Initializer, rngs: nnx.Rngs) -> None:
+        """Makes a float32 parameter."""
+        shape = tuple(size for _, size in axes)
+        setattr(self, name, nnx.Param(init(rngs.params(), shape, jnp.float32)))
+        setattr(self, f"{name}_axes", tuple(axis for axis, _ in axes))
+
+    def gathered(self, name: str, dtype: Dtype) -> jax.Array:
+        """The parameter in `dtype` and in the layout of the computation."""
+        return gather_param(getattr(self, name)[...], getattr(self, f"{name}_axes"), dtype)
+
+
+def logical_axes(module: nnx.Module, params: Any, *, stacked: str = "layers") -> Any:
+    """Returns a tree like `params` with the logical axes of every parameter of a module.
+
+    Args:
+        module: holds only layers derived from `Weights`.
+        params: nested dict of its parameters.
+        stacked: attribute (and logical axis) of the layers that `jax.vmap` stacked.
+    """
+
+    def axes(path: tuple[Any, ...], _: Any) -> tuple[str, ...]:
+        names = [entry.key for entry in path]
+        owner = module
+        for name in names[:-1]:
+            owner = getattr(owner, name)
+        own = getattr(owner, f"{names[-1]}_axes")
+        return (stacked, *own) if names[0] == stacked else own
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+class Projection(Weights):
+    """Linear map from the dims `inputs` to the dims `outputs`, as one einsum."""
+
+    def __init__(
+        self,
+        equation: str,
+        inputs: Axes,
+        outputs: Axes,
+        *,
+        use_bias: bool = False,
+        init: Initializer,
+        rngs: nnx.Rngs,
+    ):
+        self.equation = equation
+        self.use_bias = use_bias
+        self.add("kernel", inputs + outputs, init, rngs)
+        if use_bias:
+            self.add("bias", outputs, jax.nn.initializers.zeros, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum(self.equation, x, self.gathered("kernel", x.dtype))
+        if self.use_bias:
+            bias = self.gathered("bias", x.dtype)
+            y += jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+        return y
+
+
+class Norm(Weights):
+    """LayerNorm (scale and bias) or RMSNorm (scale) over the last dim, in float32."""
+
+    def __init__(self, kind: str, axis: str, size: int, *, epsilon: float, rngs: nnx.Rngs):
+        self.kind = kind
+        self.epsilon = epsilon
+        self.add("scale", ((axis, size),), jax.nn.initializers.ones, rngs)
+        if kind == "layer":
+            self.add("bias", ((axis, size),), jax.nn.initializers.zeros, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y -= jnp.mean(y, -1, keepdims=True)
+        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.epsilon)
+        leading = range(x.ndim - 1)
+        y *= jnp.expand_dims(self.gathered("scale", jnp.float32), leading)
+        if self.kind == "layer":
+            y += jnp.expand_dims(self.gathered("bias", jnp.float32), leading)
+        return y.astype(x.dtype)
+
+
+class Embedding(Weights):
+    """A table of vectors."""
+
+    def __init__(self, axis: str, size: int, embed_dim: int, *, rngs: nnx.Rngs):
+        self.add("embedding", ((axis, size), ("embed", embed_dim)), normal(), rngs)
+
+
+class Mlp(nnx.Module):
+    """Feed-forward layers: GELU (tanh form, as GPT-2's) or SwiGLU (as Llama's)."""
+
+    def __init__(
+        self,
+        activation: str,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        use_bias: bool,
+        init_down: Initializer,
+        rngs: nnx.Rngs,
+    ):
+        embed, mlp = (("embed", embed_dim),), (("mlp", mlp_dim),)
+        kwargs = {"use_bias": use_bias, "rngs": rngs}
+        self.activation = activation
+        if activation == "swiglu":
+            self.gate = Projection("btd,df->btf", embed, mlp, init=normal(), **kwargs)
+        self.up = Projection("btd,df->btf", embed, mlp, init=normal(), **kwargs)
+        self.down = Projection("btf,fd->btd", mlp, embed, init=init_down, **kwargs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = constrain(self.up(x_BTD), "batch", "length", "mlp")
+        if self.activation == "swiglu":
+            gate_BTF = constrain(self.gate(x_BTD), "batch", "length", "mlp")
+            h_BTF = jax.nn.silu(gate_BTF) * h_BTF
+        else:
+            h_BTF = jax.nn.gelu(h_BTF, approximate=True)
+        return self.down(h_BTF)
+
+
+def dropout(
+    x: jax.Array, keys_B: jax.Array | None, site: jax.typing.ArrayLike, rate: float
+) -> jax.Array:
+    """Zeroes elements with probability `rate` and scales the others up.
+
+    Args:
+        x: [B, ...]
+        keys_B: one random key per row, so that a row's mask does not depend on the rows beside it;
+            None for no dropout.
+        site: number of the place in the model, so that no two have the same mask.
+        rate: 0 to below 1.
+    """
+    if keys_B is None or rate == 0:
+        return x
+    draw = lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])  # noqa: E731
+    keep = jax.vmap(draw)(keys_B)
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def residual_init(num_layers: int) -> Initializer:
+    """For kernels that write to the residual stream, 2 per layer: their sum keeps its size."""
+    return normal(INIT_STDDEV / math.sqrt(2 * num_layers))

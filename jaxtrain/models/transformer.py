@@ -1,0 +1,259 @@
+"""A decoder-only transformer: GPT-2, Llama 3 and Qwen 3 by configuration.
+
+Parameters (leaf names as on Hugging Face where shapes allow; L is stacked first under `layers`):
+
+    embed/embedding [V, D]      position/embedding [P, D] (learned positions)
+    layers/attention/{q,k,v}/kernel [L, D, N or K, H]      layers/attention/o/kernel [L, N, H, D]
+    layers/attention/{q_norm,k_norm}/scale [L, H]
+    layers/mlp/{gate,up}/kernel [L, D, F]                  layers/mlp/down/kernel [L, F, D]
+    layers/{attention_norm,mlp_norm}/{scale,bias} [L, D]   and a bias beside each kernel
+    final_norm/{scale,bias} [D]                            head/kernel [D, V] (untied)
+
+Shapes: B batch, T length, D embed, F mlp, N query heads, K key/value heads, H head dim,
+V padded vocabulary, P learned positions, L layers.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.compile import remat as remat_block
+from jaxtrain.errors import ConfigError
+from jaxtrain.models.attention import Attention, Cache, Rotation, rotation
+from jaxtrain.models.functional import Batch, Model, Params, functional, row_keys
+from jaxtrain.models.layers import (
+    Embedding,
+    Mlp,
+    Norm,
+    Projection,
+    dropout,
+    logical_axes,
+    normal,
+    residual_init,
+)
+from jaxtrain.models.transformer_config import PRESETS, TransformerConfig
+from jaxtrain.sharding import active_rules, constrain
+
+__all__ = ["PRESETS", "TransformerConfig", "transformer"]
+
+ATTENTION_IMPLEMENTATIONS = ("xla", "cudnn")
+
+# Up to here the layers' loop is unrolled on CPU, where XLA then writes gradients in place instead
+# of copying slices: measured 20 to 25 % of a step at 4 and 6 layers. Compile time grows with it.
+_MAX_UNROLLED_LAYERS = 8
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward layers, each on its own norm of the residual stream."""
+
+    def __init__(self, config: TransformerConfig, attention: str, *, rngs: nnx.Rngs):
+        norm = lambda: Norm(  # noqa: E731
+            config.norm, "embed", config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs
+        )
+        self.attention_norm = norm()
+        self.attention = Attention(config, attention, rngs=rngs)
+        self.mlp_norm = norm()
+        self.mlp = Mlp(
+            config.activation, config.embed_dim, config.mlp_dim,
+            use_bias=config.use_bias, init_down=residual_init(config.num_layers), rngs=rngs,
+        )  # fmt: skip
+        self.dropout = config.dropout
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rotation: Rotation | None,
+        keys_B: jax.Array | None,
+        layer: jax.Array,
+    ) -> jax.Array:
+        """Adds what the layer computes; `keys_B` draws the dropout masks of this layer."""
+        with jax.named_scope("attention"):
+            added_BTD = self.attention(self.attention_norm(x_BTD), rotation)
+            x_BTD = self._add(x_BTD, added_BTD, keys_B, 2 * layer + 1)
+        with jax.named_scope("mlp"):
+            added_BTD = self.mlp(self.mlp_norm(x_BTD))
+            return self._add(x_BTD, added_BTD, keys_B, 2 * layer + 2)
+
+    def decode(self, x_BTD, rotation, cache: Cache, layer: jax.Array, positions_BT: jax.Array):
+        """The same for new tokens after those in the cache."""
+        added_BTD, cache = self.attention.decode(
+            self.attention_norm(x_BTD), rotation, cache, layer, positions_BT
+        )
+        x_BTD += added_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+
+    def _add(self, x_BTD, added_BTD, keys_B, site):
+        added_BTD = dropout(added_BTD, keys_B, site, self.dropout)
+        return constrain(x_BTD + added_BTD, "batch", "length", "embed")
+
+
+class Transformer(nnx.Module):
+    """Embedding, stacked layers, final norm, and the output layer's parameters."""
+
+    def __init__(
+        self, config: TransformerConfig, *, dtype: str, remat: str, attention: str, rngs: nnx.Rngs
+    ):
+        vocab, width = config.padded_vocab_size, config.embed_dim
+        self.config, self.dtype, self.remat = config, dtype, remat
+        self.embed = Embedding("vocab", vocab, width, rngs=rngs)
+        if config.positions == "learned":
+            self.position = Embedding("length", config.max_length, width, rngs=rngs)
+        self.layers = jax.vmap(lambda key: Block(config, attention, rngs=nnx.Rngs(key)))(
+            jax.random.split(rngs.params(), config.num_layers)
+        )
+        self.final_norm = Norm(config.norm, "embed", width, epsilon=config.norm_epsilon, rngs=rngs)
+        if not config.tie_embeddings:
+            self.head = Projection(
+                "btd,dv->btv", (("embed", width),), (("vocab", vocab),), init=normal(), rngs=rngs
+            )
+
+    def __call__(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array | None, keys_B: jax.Array | None
+    ) -> jax.Array:
+        """Hidden states after the final norm, hidden_BTD."""
+        config = self.config
+        x_BTD, angles = self._embed(tokens_BT, positions_BT)
+        x_BTD = dropout(x_BTD, keys_B, 0, config.dropout)
+        unroll = config.scan_unroll or _automatic_unroll(config.num_layers)
+
+        def block(x_BTD, scanned):
+            layer, index = scanned
+            return layer(x_BTD, angles, keys_B, index), None
+
+        # A loop that is unrolled whole disappears, and XLA could undo the rematerialisation.
+        block = remat_block(block, self.remat, is_scanned=unroll < config.num_layers)
+        with jax.named_scope("layers"):
+            xs = (self.layers, jnp.arange(config.num_layers))
+            x_BTD, _ = jax.lax.scan(block, x_BTD, xs, unroll=min(unroll, config.num_layers))
+        return self.final_norm(x_BTD)
+
+    def decode(
+        self, cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states of new tokens, and the cache with their keys and values."""
+        x_BTD, angles = self._embed(tokens_BT, positions_BT)
+
+        def block(carry, scanned):
+            (x_BTD, cache), (layer, index) = carry, scanned
+            return layer.decode(x_BTD, angles, cache, index, positions_BT), None
+
+        xs = (self.layers, jnp.arange(self.config.num_layers))
+        (x_BTD, cache), _ = jax.lax.scan(block, (x_BTD, cache), xs)
+        return self.final_norm(x_BTD), cache
+
+    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array | None):
+        """Residual stream before the first layer, and the angles of rotary positions."""
+        length = tokens_BT.shape[1]
+        with jax.named_scope("embed"):
+            # The constraint is for the gradient: scattered into the layout of the lookup, and only
+            # then reduced into that of storage. In one go XLA would replicate the activations.
+            table_VD = constrain(self.embed.gathered("embedding", self.dtype), "vocab", "embed")
+            x_BTD = table_VD[tokens_BT]
+            if self.config.positions == "learned":
+                table_PD = self.position.gathered("embedding", self.dtype)
+                x_BTD += table_PD[None, :length] if positions_BT is None else table_PD[positions_BT]
+                angles = None
+            else:
+                if positions_BT is None:
+                    positions_BT = jnp.arange(length)[None]
+                angles = rotation(self.config, positions_BT)
+            return constrain(x_BTD, "batch", "length", "embed"), angles
+
+
+def transformer(
+    config: TransformerConfig,
+    *,
+    precision: str = "float32",
+    remat: str = "none",
+    attention: str = "xla",
+) -> Model:
+    """Makes the pure model. Outputs are hidden_BTD; `logits` makes scores of them.
+
+    Args:
+        config: sizes and kinds.
+        precision: dtype of the computation, "float32" or "bfloat16". Parameters, norms and the
+            softmax stay float32.
+        remat: what the backward pass computes again: "none", "dots" or "full".
+        attention: "xla" or "cudnn", from `compile.attention_implementation`.
+
+    The batch holds tokens [B, T] int32 and, for learned or shifted positions, may hold positions
+    [B, T] int32. Dropout draws from `row_keys`.
+    """
+    if attention not in ATTENTION_IMPLEMENTATIONS:
+        raise ConfigError(
+            f"attention={attention!r} does not exist; use {' or '.join(ATTENTION_IMPLEMENTATIONS)}."
+        )
+
+    def build(rngs: nnx.Rngs) -> Transformer:
+        return Transformer(config, dtype=precision, remat=remat, attention=attention, rngs=rngs)
+
+    forward = functional(
+        build, call=lambda module, b: module(b["tokens"], b.get("positions"), b.get("row_key"))
+    )
+    decoder = functional(build, call=lambda module, batch: module.decode(**batch))
+
+    def apply(
+        params: Params, model_state: Params, batch: Batch, *, key: jax.Array | None, train: bool
+    ) -> tuple[jax.Array, Params]:
+        _check_batch(config, batch)
+        inputs = {name: batch[name] for name in ("tokens", "positions") if name in batch}
+        if train and config.dropout:
+            inputs["row_key"] = _row_keys(key, batch)
+        return forward.apply(params, model_state, inputs, key=None, train=train)
+
+    def init_cache(batch_size: int, length: int, dtype: Any = precision) -> Cache:
+        _check_length(config, length)
+        shape = (config.num_layers, batch_size, length, config.kv_heads, config.head_size)
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def decode(params: Params, cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array):
+        inputs = {"cache": cache, "tokens_BT": tokens_BT, "positions_BT": positions_BT}
+        return decoder.apply(params, {}, inputs, key=None, train=False)[0]
+
+    def unembed(params: Params) -> jax.Array:
+        return params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
+
+    skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+    tables = 1 if config.tie_embeddings else 2
+    return dataclasses.replace(
+        forward,
+        apply=apply,
+        logical_axes=logical_axes(skeleton, jax.eval_shape(forward.init, jax.random.key(0))[0]),
+        num_padding_params=(config.padded_vocab_size - config.vocab_size)
+        * config.embed_dim
+        * tables,
+        unembed=unembed,
+        vocab_size=config.vocab_size,
+        init_cache=init_cache,
+        decode=decode,
+    )
+
+
+def _row_keys(key: jax.Array | None, batch: Batch) -> jax.Array:
+    if key is None and "row_key" not in batch:
+        raise ConfigError("a model with dropout needs a key to train.")
+    return row_keys(key, batch)  # pyright: ignore[reportArgumentType]
+
+
+def _automatic_unroll(num_layers: int) -> int:
+    active = active_rules()
+    platform = active[0].devices.flat[0].platform if active else jax.default_backend()
+    return num_layers if platform == "cpu" and num_layers <= _MAX_UNROLLED_LAYERS else 1
+
+
+def _check_batch(config: TransformerConfig, batch: Batch) -> None:
+    shape = batch["tokens"].shape
+    if len(shape) != 2:
+        raise ConfigError(f"tokens must be [rows, length], got the shape {list(shape)}.")
+    _check_length(config, shape[1])
+
+
+def _check_length(config: TransformerConfig, length: int) -> None:
+    if config.positions == "learned" and length > config.max_length:
+        raise ConfigError(
+            f"{length} tokens do not fit the {config.max_length} learned positions; use shorter "
+            "rows or a larger model.max_length."
+        )
