@@ -26,9 +26,12 @@ Batch = Mapping[str, jax.Array]
 """Name -> array whose dimension 0 is the rows."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """A model as pure functions. `jaxtrain.functional` makes one from an NNX module."""
+    """A model as pure functions. `jaxtrain.functional` makes one from an NNX module.
+
+    Compared and hashed by identity, so that it can be a static argument of `jax.jit`.
+    """
 
     init: Callable[[jax.Array], tuple[Params, Params]]
     """key -> (params, model_state)"""
@@ -94,7 +97,10 @@ def logits(model: Model, params: Params, hidden_BTD: jax.Array) -> jax.Array:
 
 
 def functional(
-    build: Callable[[nnx.Rngs], nnx.Module], *, call: Callable[..., Any] | None = None
+    build: Callable[[nnx.Rngs], nnx.Module],
+    *,
+    call: Callable[..., Any] | None = None,
+    rows_are_independent: bool = True,
 ) -> Model:
     """Makes a pure `Model` from the constructor of any NNX module.
 
@@ -114,6 +120,8 @@ def functional(
       call: `call(module, batch)` -> outputs, rows first; default `module(batch)`. If it (or, by
         default, the module's `__call__`) takes an argument `rngs`, it gets an `nnx.Rngs` that is
         derived from the call's key.
+      rows_are_independent: False for a module whose outputs of a row depend on other rows; like
+        one with batch statistics it is never mapped over the rows.
 
     Returns:
       The model. `apply` calls `module.train()` or `module.eval()` first; `key` may be None when
@@ -155,7 +163,7 @@ def functional(
             if train:
                 raise ConfigError("a model with dropout or other noise needs a key to train.")
             key = jax.random.key(0)
-        if not train or jax.tree.leaves(stats_like):
+        if not train or not rows_are_independent or jax.tree.leaves(stats_like):
             return run(params, model_state, batch, key, train)
 
         def run_row(row: Batch, key: jax.Array):
@@ -165,7 +173,12 @@ def functional(
 
         return jax.vmap(run_row)(dict(batch), row_keys(key, batch)), model_state
 
-    return Model(init=init, apply=apply, logical_axes=_annotated_axes(states[0]))
+    return Model(
+        init=init,
+        apply=apply,
+        logical_axes=_annotated_axes(states[0]),
+        rows_are_independent=rows_are_independent,
+    )
 
 
 def _annotated_axes(params_state: Any) -> Params | None:

@@ -36,6 +36,7 @@ from jaxtrain.models.layers import (
 )
 from jaxtrain.models.transformer_config import PRESETS, TransformerConfig
 from jaxtrain.sharding import active_rules, constrain
+from jaxtrain.throughput import training_flops_per_token
 
 __all__ = ["PRESETS", "TransformerConfig", "transformer"]
 
@@ -217,19 +218,37 @@ def transformer(
         return params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
 
     skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    tables = 1 if config.tie_embeddings else 2
+    abstract_params, _ = jax.eval_shape(forward.init, jax.random.key(0))
+    num_tables = 1 if config.tie_embeddings else 2
+    padding = (config.padded_vocab_size - config.vocab_size) * config.embed_dim * num_tables
+    multiplied = _num_multiplied(config, abstract_params)
+
+    def flops_per_token(length: int) -> float:
+        return training_flops_per_token(
+            multiplied,
+            num_layers=config.num_layers,
+            attention_dim=config.num_heads * config.head_size,
+            sequence_length=length,
+        )
+
     return dataclasses.replace(
         forward,
         apply=apply,
-        logical_axes=logical_axes(skeleton, jax.eval_shape(forward.init, jax.random.key(0))[0]),
-        num_padding_params=(config.padded_vocab_size - config.vocab_size)
-        * config.embed_dim
-        * tables,
+        logical_axes=logical_axes(skeleton, abstract_params),
+        num_padding_params=padding,
+        flops_per_token=flops_per_token,
         unembed=unembed,
         vocab_size=config.vocab_size,
         init_cache=init_cache,
         decode=decode,
     )
+
+
+def _num_multiplied(config: TransformerConfig, abstract_params: Params) -> int:
+    """Parameters that a token is multiplied with: the layers, the last norm, the output layer."""
+    parts = [abstract_params["layers"], abstract_params["final_norm"]]
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(parts))
+    return num_params + config.vocab_size * config.embed_dim
 
 
 def _row_keys(key: jax.Array | None, batch: Batch) -> jax.Array:

@@ -1,0 +1,76 @@
+"""A small convolutional classifier with batch normalisation.
+
+It keeps the interface honest about models with mutable state and about models that are not language
+models. Batch statistics are those of the global batch, whatever the mesh.
+
+Shapes: B batch, H height, W width, C channels or classes.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.models.convnet_config import ConvNetConfig
+from jaxtrain.models.functional import Model, functional
+
+__all__ = ["ConvNetConfig", "convnet"]
+
+
+class Stage(nnx.Module):
+    """Two convolutions with batch normalisation."""
+
+    def __init__(self, inputs: int, outputs: int, momentum: float, *, dtype: str, rngs: nnx.Rngs):
+        def conv(channels: int) -> nnx.Conv:
+            return nnx.Conv(channels, outputs, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
+
+        def norm() -> nnx.BatchNorm:
+            return nnx.BatchNorm(outputs, momentum=momentum, dtype=dtype, rngs=rngs)
+
+        self.first, self.first_norm = conv(inputs), norm()
+        self.second, self.second_norm = conv(outputs), norm()
+
+    def __call__(self, x_BHWC: jax.Array) -> jax.Array:
+        x_BHWC = nnx.relu(self.first_norm(self.first(x_BHWC)))
+        return nnx.relu(self.second_norm(self.second(x_BHWC)))
+
+
+class ConvNet(nnx.Module):
+    """Stages with max pooling between them, the mean over the image, one linear layer."""
+
+    def __init__(self, config: ConvNetConfig, *, dtype: str, rngs: nnx.Rngs):
+        widths = [config.in_channels]
+        widths += [config.channels * 2**stage for stage in range(config.num_stages)]
+        self.stages = nnx.List(
+            [
+                Stage(inputs, outputs, config.statistics_momentum, dtype=dtype, rngs=rngs)
+                for inputs, outputs in itertools.pairwise(widths)
+            ]
+        )
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
+        self.head = nnx.Linear(widths[-1], config.num_classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, image_BHWC: jax.Array) -> jax.Array:
+        x_BHWC = image_BHWC
+        for index, stage in enumerate(self.stages):
+            if index:
+                x_BHWC = nnx.max_pool(x_BHWC, (2, 2), strides=(2, 2))
+            x_BHWC = stage(x_BHWC)
+        x_BC = jnp.mean(x_BHWC, (1, 2))
+        if self.dropout is not None:
+            x_BC = self.dropout(x_BC)
+        return self.head(x_BC)
+
+
+def convnet(config: ConvNetConfig, *, precision: str = "float32") -> Model:
+    """Makes the pure model: batch {"image": [B, H, W, C]} -> logits [B, C].
+
+    When training it normalises by the statistics of the batch and returns moved running ones as
+    model state; when not, it uses the running ones, so that padding rows change nothing.
+    `precision` is the dtype of the computation; statistics and parameters stay float32.
+    """
+    return functional(
+        lambda rngs: ConvNet(config, dtype=precision, rngs=rngs),
+        call=lambda module, batch: module(batch["image"]),
+    )
