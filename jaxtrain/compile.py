@@ -157,6 +157,17 @@ def attention_implementation(
     return AttentionChoice("xla", reason)
 
 
+def attached_attention(
+    precision: str, head_dim: int, *, masking: str = "causal"
+) -> AttentionChoice:
+    """`attention_implementation` for the devices at hand."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return attention_implementation(
+        device.platform, capability, precision, head_dim, masking=masking
+    )
+
+
 REMAT_POLICIES = ("none", "dots", "full")
 
 

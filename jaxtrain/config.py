@@ -17,7 +17,7 @@ import re
 from typing import ClassVar
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.fields import Config, Leaf, field, leaves, record_reads, unread
+from jaxtrain.fields import Config, Leaf, field, leaves, override, record_reads, unread
 from jaxtrain.resolve import (
     Difference,
     dump,
@@ -40,6 +40,7 @@ __all__ = [
     "field",
     "from_dict",
     "leaves",
+    "override",
     "record_reads",
     "replace_paths",
     "resume_differences",

@@ -1,5 +1,6 @@
 """What a process asks of its host before anything heavy starts."""
 
+import importlib.util
 import os
 import platform
 import sys
@@ -8,15 +9,16 @@ from collections.abc import Mapping
 __all__ = ["restart_with_huge_pages"]
 
 _TUNABLE = "glibc.malloc.hugetlb=1"
+_ACCELERATORS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
 
 
 def restart_with_huge_pages() -> str:
-    """Restarts the interpreter with transparent huge pages for malloc; returns why not, if not.
+    """Restarts the interpreter with transparent huge pages for malloc; returns "on" after that.
 
     XLA on CPU allocates its temporaries anew in every step, and faulting them in page by page is
     a large part of a step (`scripts/bench_step.py` measures it). glibc reads its tunables only
     when a process starts, so the same command is executed once more, in the same process id,
-    with the environment variable set. Does not return when it restarts.
+    with the environment variable set. Where they are of no use, or not to be had, it returns why.
     """
     reason = _reason_against(os.environ)
     if reason:
@@ -29,18 +31,23 @@ def restart_with_huge_pages() -> str:
 
 
 def _reason_against(environ: Mapping[str, str]) -> str:
-    """Why huge pages are not turned on by a restart; empty when they should be."""
+    """What huge pages are, where a restart changes nothing; empty where it turns them on."""
+    if "glibc.malloc.hugetlb=1" in environ.get("GLIBC_TUNABLES", ""):
+        return "on"
     if "glibc.malloc.hugetlb" in environ.get("GLIBC_TUNABLES", ""):
-        return "already set by GLIBC_TUNABLES"
+        return "off, by GLIBC_TUNABLES"
+    plugins = [name for name in _ACCELERATORS if importlib.util.find_spec(name)]
+    if plugins and environ.get("JAX_PLATFORMS") != "cpu":
+        return f"off, {plugins[0]} is installed and they help on CPU only"
     library, version = platform.libc_ver()
     if library != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
-        return f"the C library ({library or 'unknown'} {version}) has none; glibc 2.35 has"
+        return f"off, the C library ({library or 'unknown'} {version}) has none; glibc 2.35 has"
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
             if "[never]" in file.read():
-                return "turned off in this kernel (transparent_hugepage/enabled is never)"
+                return "off, in this kernel (transparent_hugepage/enabled is never)"
     except OSError:
-        return "this kernel has none"
+        return "off, this kernel has none"
     if not sys.orig_argv[1:] or sys.gettrace() is not None:
-        return "an interactive session or a debugger is not restarted"
+        return "off, an interactive session or a debugger is not restarted"
     return ""

@@ -108,7 +108,7 @@ def fit(
 
     Works the same in a script and in a notebook. With an empty `config.workdir` no file is
     written and nothing can be resumed. SIGTERM and SIGINT (Ctrl-C, a notebook's stop button) end
-    the run after the step at hand, with a checkpoint; a second one at once.
+    the run after the step at hand, with a checkpoint; a second one at once (see `preemption`).
 
     Args:
         model: a `Model` (see `jaxtrain.functional`) or a pair of functions (init, apply).
@@ -156,8 +156,14 @@ def fit(
 
         checkpointer, start = resume.begin(config, abstract, init=init)
         stack.callback(checkpointer.close)
-        if start.step >= config.num_steps:
+        evaluated_step = max(
+            start.host.get("evaluated_step", 0), run_files.evaluated_step(config, start.step)
+        )
+        is_evaluated = eval_data is None or evaluated_step >= start.step
+        if start.step >= config.num_steps and is_evaluated:
             _logger.info("the run is complete: %d of %d steps", start.step, config.num_steps)
+            if is_primary and config.workdir:
+                run_files.write_report(config, only_if_stale=True)
             return FitResult(start.state, start.step, start.samples_seen, "complete", {}, {})
         state = init() if start.state is None else start.state
 
@@ -213,7 +219,6 @@ def fit(
         stack.callback(profile.close)
 
         step = saved_step = start.step
-        evaluated_step = start.host.get("evaluated_step", 0)
         guard = NonFiniteGuard(config.max_skipped, **start.host.get("nonfinite", {}))
         throughput = make_throughput(model, config, mesh, loaded.arrays)
         clock = StepClock()
@@ -229,7 +234,7 @@ def fit(
             done, in_flight = in_flight, None
             begin = time.perf_counter()
             fetched = jax.device_get(done.metrics)
-            clock.device(time.perf_counter() - begin)
+            clock.done(time.perf_counter() - begin)
             metrics = {name: value.item() for name, value in fetched.items()}
             is_finite = metrics.pop("is_finite") == 1
             is_logged = is_due(config.log_every_steps, done.step) or done.step == config.num_steps
@@ -271,7 +276,9 @@ def fit(
             # 2. Save: the flag of this very state was read, and its records are on the disk.
             checkpointer.check()
             is_saving = is_end or is_due(config.checkpoint.every_steps, step)
-            if step > saved_step and (is_saving or preemption.requested):
+            # Asked once: a signal between here and 3 must not stop a run that was not saved.
+            is_told_to_stop = preemption.requested
+            if step > saved_step and (is_saving or is_told_to_stop):
                 finish_step()
                 with clock.other():
                     progress.status("saving")
@@ -283,7 +290,7 @@ def fit(
                     saved_step = step
 
             # 3. Stop.
-            if is_end or preemption.requested:
+            if is_end or is_told_to_stop:
                 break
 
             # 4. Take the next batch.
@@ -296,7 +303,7 @@ def fit(
             begin = time.perf_counter()
             with profile.annotate(step), jax.transfer_guard("disallow"):
                 state, step_metrics = train_step(state, loaded.arrays)
-            clock.device(time.perf_counter() - begin)
+            clock.dispatched(time.perf_counter() - begin)
             step += 1
 
             # 6. Fetch and log the step before it.
@@ -307,9 +314,11 @@ def fit(
         finish_step()
         progress.status("waiting for the checkpoint")
         checkpointer.wait()
-        status = "finished" if is_end else "preempted"
-    if is_primary and config.workdir:
-        run_files.write_report(config)
+        is_evaluated = evaluation is None or evaluated_step >= step
+        status = "finished" if is_end and is_evaluated else "preempted"
+        stack.close()
+        if is_primary and config.workdir:
+            run_files.write_report(config)
     samples_seen = resume.samples_at(step, start.batch_sizes)
     return FitResult(state, step, samples_seen, status, metrics, eval_metrics)
 
@@ -381,8 +390,8 @@ class Evaluation:
     ) -> dict[str, float] | None:
         """Means over the first `max_batches` batches (0: all); None if told to stop on the way.
 
-        Where the state has a moving average of the parameters, it is evaluated too, and its
-        values are named `ema_...`.
+        Where the state has a moving average of the parameters, it is evaluated too, and the
+        means of the loss are named `ema_...`.
         """
         begin = time.perf_counter()
         means: dict[str, float] = {}
@@ -396,7 +405,9 @@ class Evaluation:
                     )
                 except _ToldToStop:
                     return None
-            means |= {prefix + name: value for name, value in found.items()}
+            # The rows and their weight are the same for both.
+            skipped = ("weight", "rows") if prefix else ()
+            means |= {prefix + name: v for name, v in found.items() if name not in skipped}
         return means | {"eval_seconds": time.perf_counter() - begin}
 
     def _run(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Any:

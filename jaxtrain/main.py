@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxtrain import flags
-from jaxtrain.config import RunConfig, summary
+from jaxtrain.config import Config, RunConfig, summary
 from jaxtrain.errors import ExitCode, JaxtrainError
+from jaxtrain.host import restart_with_huge_pages
 from jaxtrain.progress import setup_logging
 
-__all__ = ["INTERRUPTED", "Experiment", "main"]
+__all__ = ["INTERRUPTED", "Experiment", "main", "run_tool"]
 
 INTERRUPTED = 130
 """Exit code after SIGINT outside of training, when there is nothing to save: the shell's own."""
@@ -72,12 +73,45 @@ def main[R: RunConfig](
         presets: section -> name -> values, e.g. `{"model": PRESETS}` for `--model=NAME`.
         argv: program name and arguments; None: those of the process.
     """
+
+    def run(config: R) -> ExitCode:
+        if argv is None and config.huge_pages == "auto":
+            _logger.info("huge pages: %s", restart_with_huge_pages())
+        return _run(config, build)
+
+    _main(config_class, run, presets, argv)
+
+
+def run_tool[C: Config](
+    config_class: type[C], run: Callable[[C], None], *, argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Runs a script that does not train, with the same flags, errors and exit codes.
+
+    Args:
+        config_class: its fields are the flags.
+        run: does the work.
+        argv: program name and arguments; None: those of the process.
+    """
+
+    def run_and_succeed(config: C) -> ExitCode:
+        run(config)
+        return ExitCode.OK
+
+    _main(config_class, run_and_succeed, None, argv)
+
+
+def _main[C: Config](
+    config_class: type[C],
+    run: Callable[[C], ExitCode],
+    presets: flags.Presets | None,
+    argv: Sequence[str] | None,
+) -> NoReturn:
+    """Parses, runs, and turns what is raised into a message and an exit code."""
     setup_logging()
-    argv = sys.argv if argv is None else argv
+    words = sys.argv if argv is None else argv
     description = sys.modules["__main__"].__doc__ or ""
     try:
-        config = flags.parse(argv, config_class, presets=presets, description=description)
-        code = _run(config, build)
+        code = run(flags.parse(words, config_class, presets=presets, description=description))
     except JaxtrainError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -92,7 +126,7 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     # settings that it finds then.
     import jax
 
-    from jaxtrain.compile import configure_backend
+    from jaxtrain.backend import configure_backend
     from jaxtrain.mesh import parse_mesh, resolve_mesh
 
     configure_backend(config)

@@ -35,7 +35,7 @@ import numpy as np
 from jaxtrain.config import Config, field
 from jaxtrain.data.files import Counts, Reader, TextFile, find_files
 from jaxtrain.data.windows import TextDataset
-from jaxtrain.errors import DataError
+from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.units import nbytes
 
 SEPARATOR = 255
@@ -103,6 +103,18 @@ class TextInfo:
             f" ({held_out}){notes}"
         )
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses a model whose vocabulary does not hold every token of the text.
+
+        Raises:
+            ConfigError: with both sizes.
+        """
+        if vocab_size < self.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={vocab_size} is smaller than the {self.vocab_size} tokens of "
+                f"the text (bytes); use --model.vocab_size={self.vocab_size} or more."
+            )
+
     def facts(self, held_out: TextDataset | None) -> dict[str, Any]:
         """What a run records about its text; entropies where counting takes seconds at most."""
         facts: dict[str, Any] = {
@@ -169,8 +181,8 @@ def text_datasets(config: TextDataConfig) -> tuple[TextDataset, TextDataset | No
             f" (and {info.eval_tokens} held out) are fewer than one row of"
             f" data.sequence_length={length}; use a smaller one, or more text"
         )
-    log = _log.warning if reader.counts.notes() else _log.info
-    log("%s", info.summary())
+    if reader.counts.notes():
+        _log.warning("%s", info.summary())
     return datasets[0], datasets[1] if held_out else None, info
 
 

@@ -1,0 +1,45 @@
+"""Trains a small convolutional classifier on handwritten digits (scikit-learn's, 8 x 8).
+
+python experiments/train_image.py --workdir=runs/image
+"""
+
+import dataclasses
+import functools
+
+from jaxtrain.config import OptimizerConfig, RunConfig, field, override
+from jaxtrain.main import Experiment, main
+from jaxtrain.models.convnet_config import ConvNetConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig(RunConfig):
+    """The run's fields, and what an image classifier adds."""
+
+    workdir: str = override(RunConfig, "workdir", "runs/image")
+    num_steps: int = override(RunConfig, "num_steps", 300)
+    global_batch_size: int = override(RunConfig, "global_batch_size", 64)
+    # Half of a network this small is kernels whose sizes no mesh divides.
+    allow_replicated: float = override(RunConfig, "allow_replicated", 1.0)
+    model: ConvNetConfig = field(default_factory=ConvNetConfig)
+    optimizer: OptimizerConfig = field(
+        default_factory=functools.partial(OptimizerConfig, learning_rate=3e-3, warmup_steps=10)
+    )
+
+
+def build(config: ImageConfig) -> Experiment:
+    """Makes model, loss and data. Heavy imports are here, so that --help answers at once."""
+    from jaxtrain.data.images import digits_datasets
+    from jaxtrain.losses import classification_loss
+    from jaxtrain.models.convnet import convnet
+
+    train_data, eval_data = digits_datasets()
+    return Experiment(
+        model=convnet(config.model, precision=config.precision),
+        loss_fn=classification_loss(),
+        train_data=train_data,
+        eval_data=eval_data,
+    )
+
+
+if __name__ == "__main__":
+    main(ImageConfig, build)
