@@ -4,6 +4,10 @@ Python runs signal handlers in the main thread between bytecodes, so not while t
 inside XLA (a compilation takes minutes). The interpreter's C handler, however, writes the signal's
 number to a file descriptor at once (`signal.set_wakeup_fd`), and a thread that waits on it acts
 whatever the main thread is doing.
+
+A process may leave; an interactive session (a notebook, a prompt) must survive. There a SIGINT that
+comes before the first step, and a second one, is a KeyboardInterrupt in the main thread, as soon as
+that thread is back in Python.
 """
 
 import contextlib
@@ -25,9 +29,9 @@ class Preemption:
     """Whether the run was asked to end; see `watch`."""
 
     def __init__(self) -> None:
+        self._is_interactive = hasattr(sys, "ps1")
         self._event = threading.Event()
         self._has_progress = False
-        self.signal_name = ""
 
     @property
     def requested(self) -> bool:
@@ -48,8 +52,7 @@ class Preemption:
         writer.setblocking(False)
         old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
-            # The handler itself has nothing to do; without one the C handler would not run.
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, self._handle)
         old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         thread = threading.Thread(target=self._wait, args=(reader,), name="signals", daemon=True)
         thread.start()
@@ -58,7 +61,8 @@ class Preemption:
         finally:
             signal.set_wakeup_fd(old_fd)
             for number, handler in old_handlers.items():
-                signal.signal(number, handler)
+                # None: C code had put one there, which Python cannot put back.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
             writer.close()
             thread.join()
             reader.close()
@@ -66,20 +70,36 @@ class Preemption:
     def _wait(self, reader: socket.socket) -> None:
         while received := reader.recv(1):
             number = received[0]
-            if number in _SIGNALS:
+            if number in _SIGNALS and not self._is_for_main_thread(number):
                 self._receive(signal.Signals(number))
 
+    def _is_for_main_thread(self, number: int) -> bool:
+        return self._is_interactive and number == signal.SIGINT
+
+    def _handle(self, number: int, frame: object) -> None:
+        """Python's handler, in the main thread. Without one the C handler would not run."""
+        del frame
+        if self._is_for_main_thread(number):
+            if self.requested or not self._has_progress:
+                raise KeyboardInterrupt
+            # A stream refuses a print that comes in the middle of another one.
+            with contextlib.suppress(RuntimeError):
+                self._request(signal.Signals(number))
+
     def _receive(self, number: signal.Signals) -> None:
+        """What a signal does to a process, whatever its main thread is doing."""
         if self.requested:
             # The checkpoint that is being written stays a temporary directory, which the next
             # start ignores; the last committed one is untouched.
             _say(f"{number.name} again: leaving at once; the last committed checkpoint stands")
             os._exit(128 + number)
-        self.signal_name = number.name
-        self._event.set()
         if not self._has_progress:
             _say(f"{number.name} before the first step: nothing to save, leaving")
             os._exit(ExitCode.PREEMPTED)
+        self._request(number)
+
+    def _request(self, number: signal.Signals) -> None:
+        self._event.set()
         _say(f"{number.name}: finishing the step, then saving; once more to leave at once")
 
 

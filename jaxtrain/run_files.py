@@ -13,9 +13,16 @@ import jax
 
 from jaxtrain.config import RunConfig, dump, versions
 from jaxtrain.layout_audit import Audit
-from jaxtrain.metrics import JsonlWriter, TensorBoardWriter, Writer, cut_after, replace_file
+from jaxtrain.metrics import (
+    JsonlWriter,
+    TensorBoardWriter,
+    Writer,
+    cut_after,
+    read_records,
+    replace_file,
+)
 
-__all__ = ["Writers", "open_writers", "write_report", "write_start"]
+__all__ = ["Writers", "evaluated_step", "open_writers", "write_report", "write_start"]
 
 _logger = logging.getLogger("jaxtrain")
 
@@ -69,6 +76,19 @@ def open_writers(
     )
 
 
+def evaluated_step(config: RunConfig, step: int) -> int:
+    """The last step up to `step` that metrics.jsonl holds an evaluation of; 0 if there is none.
+
+    An evaluation that a signal cut short is done by the next start, after the checkpoint of its
+    step, so the checkpoint does not know of it.
+    """
+    if not config.workdir or step == 0:
+        return 0
+    records = read_records(Path(config.workdir) / "metrics.jsonl")
+    steps = (record["step"] for record in records if record.get("eval"))
+    return max((found for found in steps if found <= step), default=0)
+
+
 def write_start(
     config: RunConfig, *, layout: Audit, describe: Mapping[str, Any], **facts: Any
 ) -> None:
@@ -93,13 +113,28 @@ def write_start(
         replace_file(workdir / name, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def write_report(config: RunConfig) -> None:
-    """Writes report.html from the files of the run; a failure costs a warning, not the run."""
+def write_report(config: RunConfig, *, only_if_stale: bool = False) -> None:
+    """Writes report.html from the files of the run; a failure costs a warning, not the run.
+
+    Args:
+        config: of the run.
+        only_if_stale: only if there is none that is newer than the metrics, as after a kill
+            between the last checkpoint and the report.
+    """
     from jaxtrain import report
 
     try:
+        if only_if_stale and _is_current(Path(config.workdir)):
+            return
         path = report.write_report(config.workdir)
     except Exception as error:
         _logger.warning("the report could not be written: %s", error)
     else:
         _logger.info("report: %s", path)
+
+
+def _is_current(workdir: Path) -> bool:
+    report, metrics = workdir / "report.html", workdir / "metrics.jsonl"
+    return report.exists() and not (
+        metrics.exists() and metrics.stat().st_mtime_ns > report.stat().st_mtime_ns
+    )

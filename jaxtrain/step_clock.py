@@ -23,13 +23,21 @@ class StepClock:
 
     def batch(self, wait: float, read: float, h2d: float) -> None:
         """A batch was taken: seconds waited for it, seconds its thread spent reading and moving."""
-        self._steps += 1
         self._input_wait += wait
         self._read += read
         self._h2d += h2d
 
-    def device(self, seconds: float) -> None:
-        """Seconds spent waiting for the devices, or in the call that dispatches to them."""
+    def dispatched(self, seconds: float) -> None:
+        """A step was dispatched, in a call of so many seconds."""
+        self._device += seconds
+
+    def done(self, seconds: float) -> None:
+        """A step is done: its metrics are here, after waiting for so many seconds.
+
+        This is what counts a step. Its metrics arrive one dispatch later, but before an
+        evaluation or a save at once: only from done to done is it one step's time.
+        """
+        self._steps += 1
         self._device += seconds
 
     @contextmanager
@@ -40,7 +48,7 @@ class StepClock:
         self._other += time.perf_counter() - begin
 
     def read(self) -> dict[str, float]:
-        """Mean seconds per step since the last call; empty if no step was taken.
+        """Mean seconds per step since the last call; empty if no step was done.
 
         `step_seconds` is the whole step, `host_seconds` what remains of it after waiting for
         input and devices: Python around the step. `read_seconds` and `h2d_seconds` (host to

@@ -1,0 +1,539 @@
+"""The loop: its order, exact resume, one compilation, what it writes and when it gives up."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import looping
+import numpy as np
+import pytest
+from looping import (
+    NOISY,
+    assert_bit_equal,
+    assert_only_finite_saved,
+    config,
+    crashed_fit,
+    eval_records,
+    fit,
+    records,
+    saved,
+    saved_steps,
+    train_records,
+)
+
+from jaxtrain import (
+    CheckpointError,
+    ExitCode,
+    NonFiniteError,
+    checkpoint_files,
+    loop,
+    optim,
+)
+from jaxtrain.data.order import sample_indices
+from jaxtrain.preemption import Preemption
+from jaxtrain.step_clock import StepClock
+
+# The order of things
+
+
+class Watched:
+    """A metric that notes when the host reads it."""
+
+    def __init__(self, value, note):
+        self._value, self._note = value, note
+
+    def __array__(self, dtype=None, copy=None):
+        self._note()
+        return np.asarray(self._value, dtype)
+
+
+def test_order_of_dispatch_metrics_evaluation_and_save(tmp_path, monkeypatch):
+    """Metrics are read one step late, except where an evaluation or a save needs them.
+
+    A transfer guard would not see a read on CPU, so the metrics themselves note it.
+    """
+    events = []
+
+    def around(step_fn, state, batch):
+        step = sum(name == "dispatch" for name, _ in events) + 1
+        events.append(("dispatch", step))
+        state, metrics = step_fn(state, batch)
+        metrics["loss"] = Watched(metrics["loss"], lambda: events.append(("read", step)))
+        return state, metrics
+
+    looping.spy_on_train_step(monkeypatch, around)
+    evaluate, save = loop.Evaluation.run, looping.Checkpointer.save
+
+    def run(self, state, *args):
+        events.append(("evaluate", int(state.step)))
+        return evaluate(self, state, *args)
+
+    def begin_save(self, step, state, host):
+        events.append(("save", step))
+        return save(self, step, state, host)
+
+    monkeypatch.setattr(loop.Evaluation, "run", run)
+    monkeypatch.setattr(looping.Checkpointer, "save", begin_save)
+
+    class Log:
+        def write(self, record):
+            events.append(("log evaluation" if record.get("eval") else "log", record["step"]))
+
+        def flush(self):
+            events.append(("flush", 0))
+
+        def close(self):
+            pass
+
+    result = fit(
+        config(tmp_path, num_steps=5, eval_every_steps=3, every_steps=3),
+        writers=[Log()],
+        on_step=lambda step, metrics: events.append(("on_step", step)),
+    )
+    assert result.status == "finished"
+    assert events == [
+        ("dispatch", 1),
+        ("dispatch", 2),
+        *[("read", 1), ("log", 1), ("on_step", 1)],
+        ("dispatch", 3),
+        *[("read", 2), ("log", 2), ("on_step", 2)],
+        *[("read", 3), ("log", 3), ("on_step", 3)],
+        *[("evaluate", 3), ("log evaluation", 3)],
+        *[("flush", 0), ("save", 3)],
+        ("dispatch", 4),
+        ("dispatch", 5),
+        *[("read", 4), ("log", 4), ("on_step", 4)],
+        *[("read", 5), ("log", 5), ("on_step", 5)],
+        *[("evaluate", 5), ("log evaluation", 5)],
+        *[("flush", 0), ("save", 5)],
+    ]
+
+
+def test_every_record_has_the_time_of_its_own_steps(tmp_path):
+    """An evaluation or a save between two records takes nothing from a step and adds nothing."""
+    fit(config(tmp_path, num_steps=4, eval_every_steps=2, every_steps=2))
+    lines = looping.read_records(tmp_path / "metrics.jsonl")
+    times = [record["step_seconds"] for record in lines if not record.get("eval")]
+    assert len(times) == 4
+    assert all(seconds > 0 for seconds in times)
+
+
+def test_step_clock_counts_steps_that_are_done(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("jaxtrain.step_clock.time.perf_counter", lambda: now)
+    clock = StepClock()
+    assert clock.read() == {}
+    # Three steps are dispatched, two are done; one evaluation passes between them.
+    for wait in (0.25, 0.5, 0.75):
+        clock.batch(wait, read=1.0, h2d=0.5)
+        clock.dispatched(0.125)
+    clock.done(2.0)
+    with clock.other():
+        now = 100.0
+    clock.done(1.0)
+    now = 108.0
+    times = clock.read()
+    assert times["step_seconds"] == (108 - 100) / 2
+    assert times["input_wait_seconds"] == (0.25 + 0.5 + 0.75) / 2
+    assert times["host_seconds"] == (8 - 1.5 - 3 * 0.125 - 3.0) / 2
+    assert times["read_seconds"] == 3.0 / 2
+    assert times["h2d_seconds"] == 1.5 / 2
+    assert clock.read() == {}
+
+
+def test_cadences_of_zero_mean_never_but_the_end_counts(tmp_path):
+    result = fit(
+        config(tmp_path, num_steps=3, log_every_steps=0, eval_every_steps=0, every_steps=0)
+    )
+    assert [record["step"] for record in train_records(tmp_path)] == [3]
+    assert [record["step"] for record in eval_records(tmp_path)] == [3]
+    assert saved_steps(tmp_path) == [3]
+    assert result.eval_metrics["rows"] == 20
+
+
+def test_the_last_evaluation_is_whole_and_others_as_long_as_asked(tmp_path):
+    fit(config(tmp_path, num_steps=4, eval_every_steps=2, eval_batches=2))
+    assert [(r["step"], r["rows"]) for r in eval_records(tmp_path)] == [(2, 16), (4, 20)]
+
+
+def test_without_a_workdir_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = fit(config(num_steps=2, eval_every_steps=1))
+    assert (result.step, result.samples_seen, result.status) == (2, 16, "finished")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Compilations (case B3)
+
+
+def test_one_compilation_each_in_a_run_and_one_after_a_resume(tmp_path, monkeypatch):
+    jax.clear_caches()
+    compilations = looping.Compilations()
+    jax.monitoring.register_event_duration_secs_listener(compilations)
+    shardings = []
+
+    def around(step_fn, state, batch):
+        before = [leaf.sharding for leaf in jax.tree.leaves(state)]
+        state, metrics = step_fn(state, batch)
+        shardings.append((before, [leaf.sharding for leaf in jax.tree.leaves(state)]))
+        return state, metrics
+
+    looping.spy_on_train_step(monkeypatch, around)
+    by_step = {}
+    options = {"mesh": looping.LAYOUT, "eval_every_steps": 2, "every_steps": 2, "ema_decay": 0.9}
+    try:
+        for num_steps in (8, 12):
+            compilations.names.clear()
+            by_step.clear()
+            result = fit(
+                config(tmp_path, num_steps=num_steps, **options),
+                num_devices=8,
+                on_step=lambda step, _: by_step.update({step: len(compilations.names)}),
+            )
+            assert result.step == num_steps
+            assert compilations.counts["jit(step)"] == 1
+            assert compilations.counts["jit(eval_step)"] == 1
+            # After the first evaluation and the first save, nothing at all is compiled.
+            assert by_step[num_steps] == by_step[num_steps - 1]
+            assert len(compilations.names) == by_step[num_steps]
+            first = min(by_step) + 3
+            assert by_step[num_steps] == by_step[first], compilations.names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(compilations)
+    assert len(shardings) == 12
+    for before, after in shardings:
+        assert before == after == shardings[0][0]
+
+
+# Exact resume (cases C4, C6, E3)
+
+
+def test_ten_steps_are_five_and_five_bit_for_bit(tmp_path):
+    """Warm-up and cosine, accumulation, averaging, dropout, evaluations: line by line the same."""
+    options = {
+        "warmup_steps": 4,
+        "accumulate_steps": 2,
+        "ema_decay": 0.9,
+        "eval_every_steps": 1,
+    }
+    whole = fit(config(tmp_path / "whole", **options), model=NOISY)
+    # The run ends at step 7, two steps after the last checkpoint.
+    crashed_fit(config(tmp_path / "parts", **options), 7, model=NOISY)
+    assert [record["step"] for record in train_records(tmp_path / "parts")][-1] == 7
+    parts = fit(config(tmp_path / "parts", **options), model=NOISY)
+
+    lines = records(tmp_path / "whole")
+    assert records(tmp_path / "parts") == lines
+    steps = [(record["step"], bool(record.get("eval"))) for record in lines]
+    assert steps == [(s, is_eval) for s in range(1, 11) for is_eval in (False, True)]
+    assert_bit_equal(whole.state, parts.state)
+    assert (whole.metrics, whole.step, whole.samples_seen) == (
+        parts.metrics,
+        parts.step,
+        parts.samples_seen,
+    )
+
+    # The rate moves once per step, not per micro-batch.
+    rates = [record["learning_rate"] for record in train_records(tmp_path / "whole")]
+    peak = 0.05
+    np.testing.assert_allclose(rates[:5], np.array([0, 0.25, 0.5, 0.75, 1]) * peak, rtol=1e-6)
+    assert all(a > b for a, b in itertools.pairwise(rates[4:]))
+
+
+def test_the_average_begins_with_the_weights_after_the_first_step(tmp_path):
+    fit(config(tmp_path, num_steps=3, ema_decay=0.9, eval_every_steps=1))
+    first, second, third = eval_records(tmp_path)
+    assert first["ema_loss"] == first["loss"]
+    assert second["ema_loss"] != second["loss"]
+    assert third["ema_loss"] != third["loss"]
+    assert "ema_rows" not in first
+
+
+def test_optimizer_and_key_come_back_as_what_they_were(tmp_path):
+    """Case C6: AdamW with clipping, dropout, and a typed key; 6 steps against 3 and 3."""
+    options = {"num_steps": 6, "every_steps": 3, "clip_norm": 1.0, "seed": 3}
+    whole = fit(config(tmp_path / "whole", **options), model=NOISY)
+    crashed_fit(config(tmp_path / "parts", **options), 4, model=NOISY)
+    parts = fit(config(tmp_path / "parts", **options), model=NOISY)
+    assert_bit_equal(whole.state, parts.state)
+    assert jax.random.key_impl(parts.state.key) == jax.random.key_impl(whole.state.key)
+    assert jax.dtypes.issubdtype(parts.state.key.dtype, jax.dtypes.prng_key)
+    assert int(optim.num_updates(parts.state.opt_state)) == 6
+    losses = [record["loss"] for record in train_records(tmp_path / "whole")]
+    assert [record["loss"] for record in train_records(tmp_path / "parts")] == losses
+    # The noise is there at all.
+    fit(config(tmp_path / "calm", **options | {"num_steps": 1}))
+    assert train_records(tmp_path / "calm")[0]["loss"] != losses[0]
+
+
+class Noting:
+    """The toy's rows, noting which were read."""
+
+    fingerprint = "toy"
+
+    def __init__(self):
+        self.read_rows = []
+
+    def __len__(self):
+        return looping.NUM_ROWS
+
+    def read(self, indices):
+        self.read_rows.append(list(indices))
+        return {name: array[indices] for name, array in looping.TRAIN.items()}
+
+
+def test_the_samples_go_on_where_they_stopped_with_another_batch_size(tmp_path):
+    """Changed batch size and number of steps: every sample once, in the order of the seed."""
+    first, second = Noting(), Noting()
+    fit(config(tmp_path, num_steps=4), train_data=first)
+    options = {"num_steps": 9, "global_batch_size": 20}
+    result = fit(config(tmp_path, **options), train_data=second)
+    assert result.samples_seen == 4 * 8 + 5 * 20
+    assert [record["samples"] for record in train_records(tmp_path)] == [
+        *(8, 16, 24, 32),
+        *(52, 72, 92, 112, 132),
+    ]
+    # The loader reads ahead, so only the first batches of each part were trained on.
+    rows = itertools.chain(*first.read_rows[:4], *second.read_rows[:5])
+    assert list(rows) == list(sample_indices(0, looping.NUM_ROWS, np.arange(132)))
+    _, host = saved(tmp_path, 9)
+    assert host["samples_seen"] == 132
+    assert host["batch_sizes"] == [[0, 8], [4, 20]]
+    # A third part with the same flags goes on from the history, not from step x batch size.
+    third = Noting()
+    options["num_steps"] = 10
+    assert fit(config(tmp_path, **options), train_data=third).samples_seen == 152
+    assert third.read_rows[0] == list(sample_indices(0, looping.NUM_ROWS, np.arange(132, 152)))
+
+
+def test_a_longer_run_follows_its_own_schedule_from_there_on(tmp_path, caplog):
+    fit(config(tmp_path, num_steps=4))
+    longer = config(tmp_path, num_steps=8)
+    caplog.set_level("INFO", "jaxtrain")
+    fit(longer)
+    assert "changed since step 4: num_steps" in caplog.text
+    schedule = optim.learning_rate_schedule(longer.optimizer, 8)
+    rates = [record["learning_rate"] for record in train_records(tmp_path)[4:]]
+    assert rates == [float(schedule(step)) for step in range(4, 8)]
+
+
+def test_the_last_step_is_saved_whatever_the_cadence(tmp_path):
+    """Case C4 a."""
+    fit(config(tmp_path, num_steps=10, every_steps=4))
+    assert saved_steps(tmp_path) == [4, 8, 10]
+
+
+def snapshot(directory):
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_complete_run_is_left_alone(tmp_path, caplog):
+    """Case C4 b."""
+    options = {"num_steps": 3, "every_steps": 2}
+    first = fit(config(tmp_path, **options))
+    before = snapshot(tmp_path)
+    caplog.set_level("INFO", "jaxtrain")
+    second = fit(config(tmp_path, **options))
+    assert (first.status, second.status, second.step) == ("finished", "complete", 3)
+    assert "the run is complete: 3 of 3 steps" in caplog.text
+    assert snapshot(tmp_path) == before
+    assert_bit_equal(first.state, second.state)
+    assert second.samples_seen == first.samples_seen
+    # A kill after the last checkpoint may have left no report, or an old one.
+    (tmp_path / "report.html").unlink()
+    fit(config(tmp_path, **options))
+    assert (tmp_path / "report.html").exists()
+
+
+# Values that are not finite (case E5)
+
+LONG = looping.rows(160)
+"""One epoch of 20 batches of 8."""
+
+
+def spoiled(*batches, name="x", value=math.nan):
+    """Rows of which one in each of the batches (counted from 1) has a bad value."""
+    arrays = {key: array.copy() for key, array in LONG.items()}
+    for batch in batches:
+        row = sample_indices(0, len(LONG["x"]), np.array([(batch - 1) * 8 + 3]))
+        arrays[name][row, 2] = value
+    return arrays
+
+
+def nan_config(workdir, **options):
+    return config(workdir, **{"num_steps": 20, "every_steps": 2, "keep_last": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("x", math.nan), ("x", -math.inf), ("y", 1e30)],
+)
+def test_a_bad_value_stops_the_run_and_is_named(tmp_path, name, value):
+    message = r"^grad_norm and loss not finite at step 5 \(samples 32 to 39 of the order\); "
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        fit(nan_config(tmp_path), spoiled(5, name=name, value=value), None)
+    assert caught.value.exit_code == ExitCode.NONFINITE == 3
+    assert saved_steps(tmp_path) == [2, 4]
+    assert_only_finite_saved(tmp_path)
+    # The bad step is in the log, so the report shows it.
+    last = looping.read_records(tmp_path / "metrics.jsonl")[-1]
+    assert last["step"] == 5
+    assert not math.isfinite(last["grad_norm"])
+
+
+def test_a_bad_step_that_is_due_to_be_saved_is_not(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"step 6 \(samples 40 to 47"):
+        fit(nan_config(tmp_path), spoiled(6), None)
+    assert saved_steps(tmp_path) == [2, 4]
+
+
+def test_a_skipped_step_changes_nothing_but_the_step(tmp_path, caplog):
+    options = {"nonfinite": "skip:2", "every_steps": 1, "keep_last": 20, "ema_decay": 0.9}
+    result = fit(nan_config(tmp_path, num_steps=7, **options), spoiled(5), None)
+    assert result.status == "finished"
+    assert "step 5 (samples 32 to 39 of the order): left out, 1 so far" in caplog.text
+    before, _ = saved(tmp_path, 4)
+    after, host = saved(tmp_path, 5)
+    assert host["nonfinite"] == {"skipped": 1, "in_a_row": 1}
+    assert after.keys() == before.keys()
+    changed = [n for n in before if before[n].tobytes() != after[n].tobytes()]
+    assert changed == ["step"]
+    later, host = saved(tmp_path, 6)
+    assert host["nonfinite"] == {"skipped": 1, "in_a_row": 0}
+    # The next good step changes every array again.
+    assert all(later[name].tobytes() != after[name].tobytes() for name in after)
+    assert_only_finite_saved(tmp_path)
+
+
+def test_too_many_in_a_row_end_the_run_also_over_a_resume(tmp_path):
+    run = nan_config(tmp_path, nonfinite="skip:2")
+    for _ in range(2):  # the second time it begins at step 6, with two bad steps behind it
+        with pytest.raises(NonFiniteError, match=r"step 7 .*, 3 in a row; the checkpoints before"):
+            fit(run, spoiled(5, 6, 7), None)
+        assert saved_steps(tmp_path) == [4, 6]
+        assert_only_finite_saved(tmp_path)
+
+
+def test_bad_steps_that_are_not_in_a_row_do_not_add_up(tmp_path):
+    result = fit(nan_config(tmp_path, nonfinite="skip:1"), spoiled(5, 7, 9), None)
+    assert result.status == "finished"
+    _, host = saved(tmp_path, 20)
+    assert host["nonfinite"] == {"skipped": 3, "in_a_row": 0}
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip:5"])
+def test_an_update_that_overflows_is_never_saved(tmp_path, nonfinite):
+    """Loss and gradient are finite, the new parameters are not: there is no old state left."""
+    model = (
+        lambda key: ({"w": jnp.zeros(())}, {}),
+        lambda params, state, batch, *, key, train: (params["w"] * batch["x"], state),
+    )
+
+    def loss_fn(outputs_B, batch, params):
+        mask_B = batch["loss_mask"]
+        return {"loss": (jnp.sum(outputs_B * mask_B), jnp.sum(mask_B))}
+
+    x = np.full(160, 1e-21, np.float32)
+    x[sample_indices(0, 160, np.arange(24, 32))] = 1e18  # batch 4: an update of 1e39
+    options = {"name": "sgd", "learning_rate": 1e21, "schedule": "constant", "clip_norm": 0.0}
+    run = nan_config(tmp_path, weight_decay=0.0, nonfinite=nonfinite, **options)
+    with pytest.raises(NonFiniteError, match=r"param_norm not finite at step 4 .*overflow"):
+        fit(run, {"x": x}, None, model=model, loss_fn=loss_fn)
+    assert saved_steps(tmp_path) == [2]
+    assert_only_finite_saved(tmp_path)
+
+
+# Saves that fail
+
+
+@pytest.mark.parametrize(("failing", "last_step"), [(2, 5), (3, 6)])
+def test_a_save_that_fails_ends_the_run(tmp_path, monkeypatch, failing, last_step):
+    """The second of three is noticed by the next save at the latest, the last one at the end."""
+    write_manifest = checkpoint_files.write_manifest
+    steps = []
+
+    def write(path, *, step, **kwargs):
+        steps.append(step)
+        if len(steps) == failing:
+            raise OSError(28, "No space left on device")
+        write_manifest(path, step=step, **kwargs)
+
+    monkeypatch.setattr(checkpoint_files, "write_manifest", write)
+    seen = []
+    with pytest.raises(CheckpointError, match=rf"step {2 * failing} .*No space left") as caught:
+        fit(
+            config(tmp_path, num_steps=6, every_steps=2),
+            on_step=lambda step, _: seen.append(step),
+        )
+    assert caught.value.exit_code == ExitCode.UNUSABLE == 4
+    assert max(seen) <= last_step + 1
+    assert saved_steps(tmp_path) == [2, 4][: failing - 1]
+    # Mended, the same command continues and finishes.
+    monkeypatch.setattr(checkpoint_files, "write_manifest", write_manifest)
+    assert fit(config(tmp_path, num_steps=6, every_steps=2)).status == "finished"
+    assert [record["step"] for record in train_records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+# Being told to stop
+
+
+def told_to_stop_at(look):
+    """Patches that make the loop find a signal at its n-th look, and count the looks."""
+    looks = []
+
+    def requested(self):
+        del self
+        looks.append(None)
+        return len(looks) >= look
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Preemption, "requested", property(requested))
+    return patch, looks
+
+
+def test_a_run_told_to_stop_at_any_moment_saves_what_it_did(tmp_path, monkeypatch):
+    """The loop looks several times per step; a signal may come between any two looks."""
+    compile_step, compiled = loop.compile_step, {}
+
+    def compile_once(fn, args, **options):
+        name = fn.__name__
+        if name not in compiled:
+            compiled[name] = compile_step(fn, args, **options)
+        return compiled[name]
+
+    monkeypatch.setattr(loop, "compile_step", compile_once)
+    options = {"num_steps": 3, "eval_every_steps": 2, "eval_batches": 1, "every_steps": 1000}
+    whole = fit(config(tmp_path / "whole", **options))
+    ends = []
+    for look in range(1, 100):
+        run = config(tmp_path / str(look), **options)
+        patch, looks = told_to_stop_at(look)
+        result = fit(run)
+        patch.undo()
+        ends.append((result.status, result.step))
+        if result.step:
+            assert saved_steps(run.workdir) == [result.step]
+        if result.status == "preempted":
+            again = fit(run)
+            assert again.status == "finished"
+            assert_bit_equal(again.state, whole.state)
+        assert records(run.workdir) == records(tmp_path / "whole")
+        if len(looks) < look:
+            break
+    assert ends[0] == ("preempted", 0)
+    # A signal in the last evaluation: all is trained and saved, but the evaluation is owed.
+    assert ("preempted", 3) in ends
+    assert ends[-1] == ("finished", 3)
+
+
+def test_an_owed_evaluation_is_logged_once_whatever_happens_after_it(tmp_path):
+    """It is done after the checkpoint of its step; a crash then must not repeat its record."""
+    run = config(tmp_path, num_steps=4, eval_every_steps=2, every_steps=1000)
+    patch, _ = told_to_stop_at(3)  # one look before each of the steps 1 and 2
+    result = fit(run)
+    patch.undo()
+    assert (result.status, result.step, eval_records(tmp_path)) == ("preempted", 2, [])
+    crashed_fit(run, 3)
+    fit(run)
+    assert [record["step"] for record in eval_records(tmp_path)] == [2, 4]
