@@ -122,7 +122,7 @@ def calls(monkeypatch):
 
     layout = types.SimpleNamespace(table=lambda: "w  [4,8]  fsdp")
     module("layout_audit", audit=note("audit", layout))
-    module("compile", configure_backend=note("configure_backend"))
+    module("backend", configure_backend=note("configure_backend"))
     module("loop", fit=note("fit", status), evaluate_run=note("evaluate_run"))
     noted_status = types.SimpleNamespace(calls=noted, result=status, note=note)
     return noted_status
