@@ -1,0 +1,343 @@
+"""Checkpoints as files: which steps are whole, what they hold, which are kept.
+
+    checkpoints/
+      100/                       a step
+        jaxtrain.json            our manifest: step, run, arrays, and the size of every file
+        state/  host/metadata    arrays (OCDBT) and the JSON record, written by orbax
+      200.orbax-checkpoint-tmp/  a save in flight, or one that a kill interrupted
+      300.broken/                a damaged step that stood in the way of a new one; never deleted
+      50.deleting/               an old step on its way out
+
+A step is whole if it has a manifest and every file in it has the size that the manifest names. The
+manifest is written when all other files are complete, and the directory gets its name after that,
+so a kill at any moment leaves either a whole step or none. Bytes that change without changing the
+size of a file are not noticed.
+
+Everything else in the directory (backups, conversions, notes) is neither read nor deleted. Nothing
+here needs a device, orbax, or the mesh that wrote a checkpoint.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.errors import CheckpointError, ConfigError
+
+MANIFEST = "jaxtrain.json"
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""How orbax marks a step that is being written; `tests/test_checkpoint.py` compares them."""
+DELETING = ".deleting"
+BROKEN = ".broken"
+
+_FORMAT = 1
+_STEP = re.compile(r"0|[1-9][0-9]*")
+# orbax rewrites this file after the manifest is made, when it stamps the commit.
+_STAMP = "_CHECKPOINT_METADATA"
+
+_logger = logging.getLogger("jaxtrain")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array as the manifest describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As `str(dtype)`; a typed random key is `key<...>`."""
+    key_impl: str = ""
+    """Of a typed random key: the generator's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a step says about itself."""
+
+    step: int
+    run: str
+    """Identity of the run that wrote it; a resumed run keeps its identity."""
+    arrays: Mapping[str, Array]
+    """By path, e.g. `params/layers/attention/q/kernel`."""
+    files: Mapping[str, int]
+    """Sizes in bytes, by path below the step's directory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """What a directory of checkpoints holds."""
+
+    whole: dict[int, Manifest]
+    """Ascending."""
+    broken: dict[int, str]
+    """Directories named like a step that are not one, and why."""
+    unfinished: list[str]
+    """Directories of interrupted saves."""
+
+
+class NotWholeError(Exception):
+    """A directory is not a whole step; the text says why."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """The files of a step are damaged; an older step may serve."""
+
+
+def cause(error: BaseException) -> str:
+    """What went wrong, in words: the system's own where it was the system."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    # TensorStore raises a ValueError with a long text.
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(found[1]))
+    return str(error).partition("\n")[0][:300] or type(error).__name__
+
+
+# Paths
+
+
+def absolute(path: str | os.PathLike[str], option: str) -> Path:
+    """The absolute form of a path given as `option`: relative to here, with `~` expanded.
+
+    Raises:
+        ConfigError: for a path that cannot name a local directory.
+    """
+    text = os.path.expanduser(os.fspath(path))
+    if not text or text.startswith("~") or "://" in text or "\0" in text:
+        raise ConfigError(f"{option}={os.fspath(path)!r} is not the path of a local directory.")
+    return Path(os.path.abspath(text))
+
+
+def prepare(path: str | os.PathLike[str], option: str) -> Path:
+    """Makes a directory that files can be written to, and proves it.
+
+    Raises:
+        ConfigError: naming what is in the way; better now than at the first save.
+    """
+    directory = absolute(path, option)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        blocker = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
+        reason = f"{blocker} is a file" if not blocker.is_dir() else error.strerror
+        raise ConfigError(
+            f"{option}={directory} cannot be written to: {reason}; give a directory of your own."
+        ) from error
+    return directory
+
+
+def locate(path: str | os.PathLike[str], option: str) -> tuple[Path, int | None]:
+    """Finds the checkpoints that a user means by a path.
+
+    Args:
+        path: a run's directory, its `checkpoints`, or one step in there.
+        option: the flag that holds it, for errors.
+
+    Returns:
+        (directory of checkpoints, step or None).
+    """
+    given = absolute(path, option)
+    if not given.is_dir():
+        raise CheckpointError(
+            f"{option}={given} does not exist; give the directory of a run, or its checkpoints."
+        )
+    if (given / "checkpoints").is_dir():
+        return given / "checkpoints", None
+    if _STEP.fullmatch(given.name) and (given / MANIFEST).is_file():
+        return given.parent, int(given.name)
+    if not scan(given).whole:
+        raise CheckpointError(
+            f"{option}={given} holds no checkpoint; give the directory of a run, or its "
+            "checkpoints."
+        )
+    return given, None
+
+
+# Whole steps
+
+
+def write_manifest(directory: Path, *, step: int, run: str, arrays: Mapping[str, Array]) -> None:
+    """Describes a step whose files are complete but whose directory has no final name yet."""
+    files = {
+        str(path.relative_to(directory)): path.stat().st_size
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != _STAMP
+    }
+    manifest = {
+        "format": _FORMAT,
+        "step": step,
+        "run": run,
+        "arrays": {name: dataclasses.asdict(array) for name, array in arrays.items()},
+        "files": files,
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Reads the manifest of a step and tests that the step is whole.
+
+    Raises:
+        NotWholeError: with the file and what is wrong with it.
+    """
+    try:
+        content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT:
+            raise NotWholeError(f"{MANIFEST} has format {content['format']}, not {_FORMAT}")
+        arrays = {
+            name: Array(tuple(array["shape"]), array["dtype"], array["key_impl"])
+            for name, array in content["arrays"].items()
+        }
+        manifest = Manifest(content["step"], content["run"], arrays, content["files"])
+    except FileNotFoundError:
+        has_files = directory.is_dir() and any(directory.iterdir())
+        raise NotWholeError(f"it has no {MANIFEST}" if has_files else "it is empty") from None
+    except OSError as error:
+        raise NotWholeError(f"{MANIFEST} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise NotWholeError(f"{MANIFEST} is damaged") from None
+    if str(manifest.step) != directory.name.removesuffix(UNFINISHED):
+        raise NotWholeError(f"its {MANIFEST} is that of step {manifest.step}")
+    for name, size in manifest.files.items():
+        try:
+            found = (directory / name).stat().st_size
+        except OSError as error:
+            raise NotWholeError(f"file {name}: {error.strerror}") from None
+        if found != size:
+            raise NotWholeError(f"file {name} has {found} of {size} bytes")
+    return manifest
+
+
+def scan(directory: Path) -> Scan:
+    """Looks at everything in a directory of checkpoints; one that does not exist is empty."""
+    whole, broken, unfinished = {}, {}, []
+    try:
+        entries = sorted(directory.iterdir()) if directory.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoints in {directory} cannot be listed: {error.strerror}."
+        ) from error
+    for entry in entries:
+        if _STEP.fullmatch(entry.name.removesuffix(UNFINISHED)) and entry.is_dir():
+            if entry.name.endswith(UNFINISHED):
+                unfinished.append(entry.name)
+                continue
+            try:
+                whole[int(entry.name)] = read_manifest(entry)
+            except NotWholeError as error:
+                broken[int(entry.name)] = str(error)
+    return Scan(dict(sorted(whole.items())), dict(sorted(broken.items())), unfinished)
+
+
+class CheckpointDirectory:
+    """The checkpoints in a directory, to look at: no device, no orbax, nothing is written."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = absolute(directory, "checkpoint directory")
+        self._warned: set[int] = set()
+
+    def scan(self) -> Scan:
+        """Looks at the directory; warns once of each entry that only looks like a step."""
+        found = scan(self.directory)
+        for step in found.broken.keys() - self._warned:
+            self._warned.add(step)
+            _logger.warning(
+                "skipping %s, which is no whole checkpoint: %s",
+                self.directory / str(step),
+                found.broken[step],
+            )
+        return found
+
+    def committed_steps(self) -> list[int]:
+        """The whole steps, ascending."""
+        return list(self.scan().whole)
+
+    def latest_step(self) -> int | None:
+        """The newest whole step."""
+        return max(self.scan().whole, default=None)
+
+    def manifest(self, step: int) -> Manifest:
+        """What a step says about itself.
+
+        Raises:
+            CheckpointError: when it is absent (naming the steps that are there) or not whole.
+        """
+        path = self.directory / str(step)
+        if not path.is_dir():
+            present = ", ".join(map(str, self.committed_steps())) or "none"
+            raise CheckpointError(
+                f"checkpoint step {step} does not exist in {self.directory}; "
+                f"steps there: {present}."
+            )
+        try:
+            return read_manifest(path)
+        except NotWholeError as error:
+            raise BrokenCheckpointError(
+                f"checkpoint step {step} in {self.directory} is not whole: {error}."
+            ) from error
+
+    def contents(self, step: int) -> list[tuple[str, tuple[int, ...], str]]:
+        """(path, shape, dtype) of every array of a step, in the order of the paths."""
+        arrays = self.manifest(step).arrays
+        return [(name, arrays[name].shape, arrays[name].dtype) for name in sorted(arrays)]
+
+    def read_host(self, step: int) -> dict[str, Any]:
+        """The JSON record that was saved with a step."""
+        self.manifest(step)
+        path = self.directory / str(step) / "host" / "metadata"
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BrokenCheckpointError(
+                f"checkpoint step {step} in {self.directory} cannot be read: file host/metadata: "
+                f"{cause(error)}."
+            ) from error
+
+
+# Keeping and deleting
+
+
+def steps_to_delete(steps: Iterable[int], *, keep_last: int, keep_every_steps: int) -> list[int]:
+    """Which of a run's whole steps go: all but the newest and the ones kept for good."""
+    steps = sorted(steps)
+    newest = set(steps[-keep_last:])
+    return [
+        step
+        for step in steps
+        if step not in newest and not (keep_every_steps and step % keep_every_steps == 0)
+    ]
+
+
+def mark_for_deletion(directory: Path, step: int) -> Path:
+    """Takes a step its name, so that no kill while it is deleted leaves half a step."""
+    doomed = directory / f"{step}{DELETING}"
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(directory / str(step), doomed)
+    return doomed
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Renames a damaged step that is in the way; what it holds is left to its owner."""
+    target = directory / f"{step}{BROKEN}"
+    count = 1
+    while os.path.lexists(target):
+        count += 1
+        target = directory / f"{step}{BROKEN}-{count}"
+    os.rename(directory / str(step), target)
+    return target
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Deletes what interrupted saves and interrupted deletions of steps left behind."""
+    for entry in sorted(directory.iterdir()):
+        for suffix in (UNFINISHED, DELETING):
+            name = entry.name.removesuffix(suffix)
+            if entry.name != name and _STEP.fullmatch(name) and entry.is_dir():
+                _logger.info("deleting %s, left by a run that was interrupted", entry)
+                shutil.rmtree(entry, ignore_errors=True)

@@ -1,0 +1,337 @@
+"""Where a run begins: from its own newest checkpoint, from another run's, or from nothing.
+
+    checkpointer, start = begin(config, abstract_state, init=...)
+
+The rules, in this order (`--resume=auto`, the default: the same command again continues):
+
+1. A directory that holds whole checkpoints is continued from the newest one. Fields of the
+   configuration that may change are logged with both values; a difference in any other is an error.
+   `--resume=never` refuses such a directory, and `--checkpoint.overwrite` turns that refusal, and
+   the one for differences, into deleting the old checkpoints and starting anew. (So a run that was
+   started with `--checkpoint.overwrite` and preempted continues with the same command, unless
+   `--resume=never` stands beside it.)
+2. `--checkpoint.restore_step=N` goes back: the newer steps would be written again, so it takes
+   `--checkpoint.overwrite` to delete them. The same command again does not go back twice.
+3. A newest checkpoint that is damaged is set aside, and the one before it is taken. If there are
+   damaged ones only, the run does not start from scratch by itself.
+4. An empty directory: `--checkpoint.restore_from=PATH` continues another run's checkpoint, step,
+   optimizer and position in the data included; `--checkpoint.partial_restore=PATTERN` leaves what
+   it matches at the initial values (`head/`; `^(opt_state|step)` keeps parameters only and begins
+   at step 0). Without it the run starts from the initial values. `--resume=must` refuses both.
+
+A changed number of steps changes the learning rate schedule from here on, not what was trained. A
+changed batch size counts from here on: the position in the data is the number of samples seen.
+
+Steps of one directory belong to one run: the keep policy counts and deletes whole steps that this
+run (the same identity over all resumes) has written, never the newest one and never anything else.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxtrain import checkpoint_files as files
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config import RunConfig, resume_differences, to_dict, versions
+from jaxtrain.data.order import ORDER_VERSION
+from jaxtrain.errors import CheckpointError, ConfigError
+
+_logger = logging.getLogger("jaxtrain")
+
+_WAYS_OUT = (
+    "continue it with --resume=auto, give another --workdir, or delete its checkpoints and start "
+    "anew with --checkpoint.overwrite"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run begins with."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    state: Any = None
+    """The restored state, on the devices; None: the initial values."""
+    batch_sizes: tuple[tuple[int, int], ...]
+    """(first step, rows of a step) of every stretch, the one that begins now included."""
+    host: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The record saved with the state; empty for the initial values."""
+    origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Where this run once came from: `restore_from`, and the step it `went_back_to`."""
+
+    @property
+    def samples_seen(self) -> int:
+        """Rows consumed so far: the position in the data."""
+        return samples_at(self.step, self.batch_sizes)
+
+    def record(self, config: RunConfig, step: int, **extra: Any) -> dict[str, Any]:
+        """What is saved beside the state of a later step, as JSON.
+
+        Args:
+            config: of the run.
+            step: of the checkpoint.
+            **extra: further values, e.g. `consecutive_nonfinite`.
+        """
+        return {
+            "samples_seen": samples_at(step, self.batch_sizes),
+            "batch_sizes": [list(stretch) for stretch in self.batch_sizes],
+            "order_version": ORDER_VERSION,
+            "origin": dict(self.origin),
+            "config": to_dict(config),
+            "versions": versions(),
+            **extra,
+        }
+
+
+class NoCheckpoints:
+    """Stands for a `Checkpointer` in a run without a directory: nothing is written."""
+
+    def save(self, step: int, state: Any, host: Mapping[str, Any]) -> bool:
+        """Saves nothing."""
+        del step, state, host
+        return False
+
+    def check(self) -> None:
+        """Nothing can fail."""
+
+    def wait(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def samples_at(step: int, batch_sizes: Sequence[Sequence[int]]) -> int:
+    """Rows consumed after `step` steps: a Python int, so it never overflows.
+
+    Args:
+        step: optimizer steps done.
+        batch_sizes: (first step, rows of a step) of every stretch, the first from step 0.
+    """
+    ends = [first for first, _ in batch_sizes[1:]] + [step]
+    return sum(
+        size * (min(end, step) - first)
+        for (first, size), end in zip(batch_sizes, ends, strict=True)
+        if first < step
+    )
+
+
+def begin(
+    config: RunConfig, abstract: Any, *, init: Callable[[], Any] | None = None
+) -> tuple[Checkpointer | NoCheckpoints, Start]:
+    """Decides where a run begins, and restores the state if it begins from a checkpoint.
+
+    Args:
+        config: of the run.
+        abstract: the train state as `jax.ShapeDtypeStruct` with shardings.
+        init: makes the state with its initial values; called only for a partial restore.
+
+    Raises:
+        ConfigError: when the directory and the flags contradict each other.
+        CheckpointError: when a checkpoint is absent, damaged or of another model.
+    """
+    options = config.checkpoint
+    if options.partial_restore and not options.restore_from:
+        raise ConfigError(
+            "checkpoint.partial_restore goes with checkpoint.restore_from; a run's own checkpoints "
+            "are restored whole."
+        )
+    if not config.workdir:
+        if config.resume == "must":
+            raise ConfigError("resume=must needs a workdir; there is nothing to resume from.")
+        return NoCheckpoints(), _start_elsewhere(config, abstract, init)
+    directory = files.prepare(config.workdir, "workdir") / "checkpoints"
+    _logger.info("workdir %s", directory.parent)
+    checkpointer = Checkpointer(
+        directory, keep_last=options.keep_last, keep_every_steps=options.keep_every_steps
+    )
+    found = checkpointer.scan()
+    if found.whole and not _is_to_be_replaced(config, checkpointer):
+        return checkpointer, _continue(config, checkpointer, abstract)
+    if found.whole:
+        steps = list(found.whole)
+        _logger.warning(
+            "checkpoint.overwrite: deleting the checkpoints of the earlier run in %s, steps %s",
+            directory,
+            _list(steps),
+        )
+        checkpointer.delete(steps)
+    elif found.broken and not options.overwrite:
+        reasons = "; ".join(f"step {step}: {reason}" for step, reason in found.broken.items())
+        raise CheckpointError(
+            f"{directory} holds damaged checkpoints only ({reasons}); give another --workdir, or "
+            "start anew with --checkpoint.overwrite."
+        )
+    if config.resume == "must":
+        raise CheckpointError(f"resume=must, but {directory} holds no checkpoint.")
+    return checkpointer, _start_elsewhere(config, abstract, init)
+
+
+def load(
+    path: str | Path, abstract: Any, *, step: int = -1, option: str = "workdir"
+) -> tuple[Any, dict[str, Any], int]:
+    """Reads a checkpoint to look at or evaluate it; writes no file and needs no right to.
+
+    Args:
+        path: a run's directory, its `checkpoints`, or one step in there.
+        abstract: what is wanted, e.g. a `TrainState` with `opt_state=None`; the checkpoint may
+            hold more.
+        step: which one; -1: the newest that can be read.
+        option: the flag that holds the path, for errors.
+
+    Returns:
+        (state, the record saved with it, step).
+    """
+    directory, named_step = files.locate(path, option)
+    checkpointer = Checkpointer(directory, read_only=True)
+    if step < 0 and named_step is not None:
+        step = named_step
+    steps = [step] if step >= 0 else checkpointer.committed_steps()
+    step, state, host = _restore(checkpointer, steps, abstract, subset=True)
+    _logger.info("restored step %d from %s", step, directory)
+    return state, host, step
+
+
+# Inside
+
+
+def _is_to_be_replaced(config: RunConfig, checkpointer: Checkpointer) -> bool:
+    """Whether the whole checkpoints make way for a new run; an error if they stand in its way."""
+    options = config.checkpoint
+    newest = max(checkpointer.committed_steps())
+    host = checkpointer.read_host(newest)
+    place = f"{checkpointer.directory} holds checkpoints up to step {newest}"
+    fixed, _ = resume_differences(host.get("config", to_dict(config)), config)
+    source = host.get("origin", {}).get("restore_from", "")
+    if config.resume == "never":
+        refusal = f"resume=never, but {place}; {_WAYS_OUT}."
+    elif fixed:
+        refusal = (
+            f"{place} of a run with another configuration ({'; '.join(map(str, fixed))}); give "
+            "the old values, another --workdir, or delete its checkpoints and start anew with "
+            "--checkpoint.overwrite."
+        )
+    elif options.restore_from and _source(options.restore_from) != source:
+        refusal = (
+            f"checkpoint.restore_from={options.restore_from}, but {place} of a run that started "
+            f"from {source or 'its initial values'}; leave the flag out to continue that run, "
+            "give another --workdir, or start anew with --checkpoint.overwrite."
+        )
+    else:
+        return False
+    if not options.overwrite:
+        raise ConfigError(refusal)
+    return True
+
+
+def _continue(config: RunConfig, checkpointer: Checkpointer, abstract: Any) -> Start:
+    """Restores the run's own checkpoint: the newest, or the one to go back to."""
+    options = config.checkpoint
+    steps = checkpointer.committed_steps()
+    newest, wanted = max(steps), options.restore_step
+    newer: list[int] = []
+    if wanted >= 0 and not options.restore_from:
+        origin = checkpointer.read_host(newest).get("origin", {})
+        if newest > wanted and origin.get("went_back_to") == wanted:
+            _logger.info("this run went back to step %d already; it continues", wanted)
+        else:
+            checkpointer.manifest(wanted)  # an error if it is not there
+            newer = [step for step in steps if step > wanted]
+            steps = [wanted]
+    if newer and not options.overwrite:
+        raise ConfigError(
+            f"checkpoint.restore_step={wanted}, but {checkpointer.directory} holds the newer steps "
+            f"{_list(newer)}, which would be written again; delete them with "
+            "--checkpoint.overwrite, or give another --workdir and --checkpoint.restore_from."
+        )
+    step, state, host = _restore(checkpointer, steps, abstract)
+    origin = dict(host.get("origin", {}))
+    if newer:
+        _logger.warning("checkpoint.overwrite: deleting the newer steps %s", _list(newer))
+        checkpointer.delete(newer)
+        origin["went_back_to"] = step
+    _, free = resume_differences(host.get("config", to_dict(config)), config)
+    for difference in free:
+        _logger.info("changed since step %d: %s", step, difference)
+    _logger.info("resumed from step %d of %d", step, config.num_steps)
+    return _start(config, step, state, host, origin)
+
+
+def _start_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] | None) -> Start:
+    """Begins from another run's checkpoint if the flags name one, else from nothing."""
+    options = config.checkpoint
+    if not options.restore_from:
+        if options.restore_step >= 0:
+            raise CheckpointError(
+                f"checkpoint.restore_step={options.restore_step}, but there is no checkpoint in "
+                f"{config.workdir or 'a run without workdir'}; give --checkpoint.restore_from, or "
+                "the --workdir of a run that has some."
+            )
+        _logger.info("no checkpoint yet: starting from the initial values")
+        return Start(batch_sizes=((0, config.global_batch_size),))
+    directory, named_step = files.locate(options.restore_from, "checkpoint.restore_from")
+    source = Checkpointer(directory, read_only=True)
+    step = options.restore_step if options.restore_step >= 0 else named_step
+    steps = source.committed_steps() if step is None else [step]
+    step, state, host = _restore(
+        source, steps, abstract, partial=options.partial_restore, initial=init
+    )
+    begins_at = int(np.asarray(state.step))
+    _logger.info("restored step %d from %s; the run begins at step %d", step, directory, begins_at)
+    origin = {"restore_from": _source(options.restore_from)}
+    return _start(config, begins_at, state, host if begins_at == step else {}, origin)
+
+
+def _restore(
+    checkpointer: Checkpointer, steps: Sequence[int], abstract: Any, **options: Any
+) -> tuple[int, Any, dict[str, Any]]:
+    """Restores the newest of `steps` that can be read; says which cannot, and why."""
+    unreadable: list[int] = []
+    for step in sorted(steps, reverse=True):
+        try:
+            host = checkpointer.read_host(step)
+            state = checkpointer.restore(step, abstract, **options)
+        except files.BrokenCheckpointError as error:
+            if len(steps) == 1:
+                raise
+            _logger.warning("%s The step before it is taken.", error)
+            unreadable.append(step)
+            continue
+        # Only now: as long as nothing else is found they stay where they are, or the next start
+        # would find an empty directory and begin from scratch.
+        for other in unreadable if not checkpointer.read_only else ():
+            checkpointer.set_aside(other)
+        return step, state, host
+    raise CheckpointError(
+        f"{checkpointer.directory} holds no checkpoint that can be read; damaged: "
+        f"{_list([*unreadable, *checkpointer.scan().broken]) or 'none'}."
+    )
+
+
+def _start(
+    config: RunConfig, step: int, state: Any, host: Mapping[str, Any], origin: Mapping[str, Any]
+) -> Start:
+    """Puts the batch size of this run behind those of the checkpoint."""
+    version = host.get("order_version", ORDER_VERSION)
+    if version != ORDER_VERSION:
+        raise CheckpointError(
+            f"checkpoint step {step} was trained on samples in order {version}, this version of "
+            f"jaxtrain has order {ORDER_VERSION}; resume with the version that wrote it "
+            f"({host.get('versions', {}).get('jaxtrain', 'unknown')})."
+        )
+    history = [(first, size) for first, size in host.get("batch_sizes", []) if first < step]
+    if not history or history[-1][1] != config.global_batch_size:
+        history.append((step if history else 0, config.global_batch_size))
+    return Start(step=step, state=state, batch_sizes=tuple(history), host=host, origin=origin)
+
+
+def _source(path: str) -> str:
+    return str(files.absolute(path, "checkpoint.restore_from"))
+
+
+def _list(steps: Sequence[int]) -> str:
+    return ", ".join(str(step) for step in sorted(steps))

@@ -1,0 +1,723 @@
+"""Checkpoints: what is saved comes back bit for bit, on any mesh, or an error says why not."""
+
+import dataclasses
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import checkpointing as toy
+import jax
+import jax.numpy as jnp
+import kill_driver
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain import checkpoint
+from jaxtrain import checkpoint_files as files
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.tree import named_leaves
+
+HOST = {"samples_seen": 2**40 + 1, "batch_sizes": [[0, 32]], "text": "ü"}
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog):
+    caplog.set_level(logging.INFO, "jaxtrain")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Three steps on data 4 x tensor 2, saved; the losses of the next three."""
+    mesh = toy.make_mesh(4, 2)
+    state, _ = toy.train(mesh, toy.init_state(mesh), 3)
+    workdir = tmp_path_factory.mktemp("trained")
+    checkpointer = Checkpointer(workdir / "checkpoints")
+    assert checkpointer.save(3, state, HOST)
+    checkpointer.close()
+    saved = toy.to_numpy(state)
+    _, losses = toy.train(mesh, state, 3)
+    return workdir, saved, losses
+
+
+@pytest.fixture
+def small():
+    return {"w": jnp.arange(6.0).reshape(2, 3), "step": jnp.int32(7)}
+
+
+def save(checkpointer, *steps, state=None):
+    for step in steps:
+        checkpointer.save(step, state or {"w": jnp.full((64,), float(step))}, {"step": step})
+    checkpointer.wait()
+
+
+def abstract_like(tree):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
+
+
+# C1: another mesh
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (1, 2), (8, 1)])
+def test_restore_on_another_mesh_continues_the_training(trained, data, tensor):
+    workdir, saved, losses = trained
+    mesh = toy.make_mesh(data, tensor)
+    state = Checkpointer(workdir / "checkpoints").restore(3, toy.abstract_state(mesh))
+    for leaf, wanted in zip(toy.to_numpy(state), saved, strict=True):
+        assert leaf.tobytes() == wanted.tobytes()
+    for leaf, wanted in zip(
+        jax.tree.leaves(state), jax.tree.leaves(toy.abstract_state(mesh)), strict=True
+    ):
+        assert leaf.sharding == wanted.sharding
+    _, continued = toy.train(mesh, state, 3)
+    np.testing.assert_allclose(continued, losses, rtol=1e-5)
+
+
+def test_contents_are_listed_on_one_device_without_a_mesh(trained):
+    workdir, *_ = trained
+    rows = Checkpointer(workdir / "checkpoints", read_only=True).contents(3)
+    wanted = {
+        name: (leaf.shape, str(leaf.dtype))
+        for name, leaf in named_leaves(toy.abstract_state(toy.make_mesh(4, 2)))
+    }
+    assert {name: (shape, dtype) for name, shape, dtype in rows} == wanted
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxtrain", "checkpoints", str(workdir), "--step=3"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "params/layer_0/kernel" in result.stdout
+    assert len(result.stdout.splitlines()) == len(wanted)
+    assert result.stderr == ""
+
+
+# C2: another model, another place
+
+
+def test_another_model_is_refused_with_every_parameter(trained):
+    checkpointer = Checkpointer(trained[0] / "checkpoints")
+    mesh = toy.make_mesh(4, 2)
+
+    def message(**sizes):
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.restore(3, toy.abstract_state(mesh, **sizes))
+        return str(caught.value)
+
+    text = message(num_layers=3)
+    assert "checkpoint step 3 has no parameter 'layer_2/kernel'; the model has it." in text
+    assert "Did num_layers or the model name change?" in text
+    assert "partial_restore" in text
+    assert "'layer_0/bias', 'layer_1/bias'; the model has them." in message(bias=True)
+    assert "has parameter 'layer_1/kernel'; the model does not." in message(num_layers=1)
+    text = message(hidden=6)
+    for part in ("'in/kernel': shape 8x4 vs 8x6", "'layer_1/kernel': shape 4x4 vs 6x6"):
+        assert part in text
+    text = message(hidden=6, num_layers=3, bias=True)
+    for name in ("in/kernel", "layer_0/bias", "layer_2/bias", "layer_2/kernel"):
+        assert repr(name) in text
+
+
+def test_another_dtype_or_optimizer_is_refused(trained):
+    checkpointer = Checkpointer(trained[0] / "checkpoints")
+    abstract = toy.abstract_state(toy.make_mesh(4, 2))
+
+    def half(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding)
+
+    params = jax.tree.map(half, abstract.params)
+    with pytest.raises(CheckpointError, match="'in/kernel': dtype float32 vs bfloat16"):
+        checkpointer.restore(3, abstract.replace(params=params))
+    with pytest.raises(CheckpointError, match=r"has array 'opt_state/1/0/count'.*optimizer"):
+        checkpointer.restore(3, abstract.replace(opt_state=()))
+
+
+def test_a_numpy_leaf_of_another_shape_is_refused(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    table = np.arange(5)
+    save(checkpointer, 1, state={"table": table})
+    restored = checkpointer.restore(1, {"table": np.zeros(5, table.dtype)})["table"]
+    assert isinstance(restored, np.ndarray)
+    np.testing.assert_array_equal(restored, table)
+    with pytest.raises(CheckpointError, match="'table': shape 5 vs 6"):
+        checkpointer.restore(1, {"table": np.zeros(6, table.dtype)})
+    checkpointer.close()
+
+
+def test_partial_restore_loads_the_rest_and_says_what_stays_initial(trained, caplog):
+    mesh = toy.make_mesh(4, 2)
+    sizes = {"num_layers": 3, "bias": True}
+    initial = toy.init_state(mesh, **sizes)
+    state = Checkpointer(trained[0] / "checkpoints", read_only=True).restore(
+        3,
+        toy.abstract_state(mesh, **sizes),
+        partial="layer_2|bias",
+        initial=lambda: toy.init_state(mesh, **sizes),
+    )
+    saved = Checkpointer(trained[0] / "checkpoints", read_only=True).restore(
+        3, toy.abstract_state(mesh)
+    )
+    toy.assert_bit_equal(state.params["in"], saved.params["in"])
+    toy.assert_bit_equal(state.params["layer_2"], initial.params["layer_2"])
+    toy.assert_bit_equal(state.opt_state[1][0].mu["in"], saved.opt_state[1][0].mu["in"])
+    assert int(state.step) == 3
+    # 3 biases and a kernel, with two moments each.
+    assert "12 of 25 arrays keep their initial values" in caplog.text
+    assert "params/layer_2/kernel" in caplog.text
+    assert "opt_state/1/0/nu/layer_1/bias" in caplog.text
+
+
+def test_partial_restore_still_refuses_what_it_does_not_name(trained):
+    mesh = toy.make_mesh(4, 2)
+    checkpointer = Checkpointer(trained[0] / "checkpoints")
+    options = {"initial": lambda: toy.init_state(mesh, num_layers=3, bias=True)}
+    abstract = toy.abstract_state(mesh, num_layers=3, bias=True)
+    with pytest.raises(CheckpointError, match="no parameter 'layer_0/bias'"):
+        checkpointer.restore(3, abstract, partial="layer_2", **options)
+    with pytest.raises(ConfigError, match="'laier_2' matches no parameter; near paths: layer_"):
+        checkpointer.restore(3, abstract, partial="laier_2", **options)
+
+
+def test_a_subset_is_restored_when_asked_for(trained):
+    mesh = toy.make_mesh(1, 1)
+    wanted = toy.abstract_state(mesh).replace(opt_state=None)
+    checkpointer = Checkpointer(trained[0] / "checkpoints", read_only=True)
+    state = checkpointer.restore(3, wanted, subset=True)
+    assert state.opt_state is None
+    assert int(state.step) == 3
+    with pytest.raises(CheckpointError, match="optimizer"):
+        checkpointer.restore(3, wanted)
+
+
+def test_an_absent_step_is_refused_with_the_steps_present(trained):
+    checkpointer = Checkpointer(trained[0] / "checkpoints", read_only=True)
+    for call in (checkpointer.contents, checkpointer.read_host):
+        with pytest.raises(CheckpointError, match=r"step 77 does not exist in .*; steps there: 3"):
+            call(77)
+
+
+# C3: what a crash leaves
+
+
+def damage(directory: Path) -> None:
+    """What kills, converters and people leave beside the steps."""
+    (directory / "9").mkdir()
+    (directory / "11.orbax-checkpoint-tmp").mkdir()
+    (directory / "notes.txt").write_text("keep me")
+    for name in ("10-hf", "5.backup"):
+        shutil.copytree(directory / "5", directory / name)
+
+
+def test_only_whole_steps_count_and_foreign_entries_stay(tmp_path, caplog):
+    save(first := Checkpointer(tmp_path), 5)
+    first.close()
+    damage(tmp_path)
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+    assert checkpointer.committed_steps() == [5]
+    assert checkpointer.latest_step() == 5
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        f"skipping {tmp_path / '9'}, which is no whole checkpoint: it is empty"
+    ]
+    foreign = {name: toy.snapshot(tmp_path / name) for name in ("10-hf", "5.backup")}
+    checkpointer.restore(5, abstract_like({"w": jnp.zeros(64)}))
+    save(checkpointer, 9, 11)
+    checkpointer.close()
+    # The keep policy took 5 and 9 of this run, and nothing else.
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"11", "9.broken", "10-hf", "5.backup", "notes.txt"}
+    assert foreign == {name: toy.snapshot(tmp_path / name) for name in foreign}
+    assert "damaged checkpoint step 9 is now 9.broken" in caplog.text
+
+
+def files_of_a_step(directory: Path) -> list[str]:
+    save(checkpointer := Checkpointer(directory), 1)
+    checkpointer.close()
+    return sorted(files.read_manifest(directory / "1").files)
+
+
+def test_every_cut_or_missing_file_is_noticed_and_named(tmp_path):
+    names = files_of_a_step(tmp_path / "whole")
+    assert any(name.startswith("state/d/") for name in names)
+    for change in ("cut", "grow", "remove"):
+        for name in names:
+            copy = tmp_path / change
+            shutil.copytree(tmp_path / "whole", copy)
+            path = copy / "1" / name
+            if change == "cut":
+                os.truncate(path, path.stat().st_size // 2)
+            elif change == "grow":
+                path.write_bytes(path.read_bytes() + b"\0")
+            else:
+                path.unlink()
+            checkpointer = Checkpointer(copy)
+            assert checkpointer.committed_steps() == []
+            with pytest.raises(CheckpointError) as caught:
+                checkpointer.restore(1, abstract_like({"w": jnp.zeros(64)}))
+            assert name in str(caught.value)
+            assert "step 1" in str(caught.value)
+            shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "jaxtrain.json is damaged"),
+        ('{"format": 1, "step":', "jaxtrain.json is damaged"),
+        ("[]", "jaxtrain.json is damaged"),
+        ('{"format": 99}', "format 99"),
+        (None, "has no jaxtrain.json"),
+        ("5", "that of step 5"),
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path, text, reason):
+    files_of_a_step(tmp_path)
+    path = tmp_path / "1" / files.MANIFEST
+    if text is None:
+        path.unlink()
+    elif text == "5":
+        path.write_text(json.dumps({**json.loads(path.read_text()), "step": 5}))
+    else:
+        path.write_text(text)
+    with pytest.raises(CheckpointError, match=reason):
+        Checkpointer(tmp_path).contents(1)
+
+
+def test_an_unreadable_array_of_the_right_size_is_an_error_with_the_step(tmp_path):
+    save(checkpointer := Checkpointer(tmp_path), 1)
+    for path in (tmp_path / "1" / "state").rglob("manifest.ocdbt"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(files.BrokenCheckpointError, match=r"step 1 in .* cannot be read"):
+        checkpointer.restore(1, abstract_like({"w": jnp.zeros(64)}))
+    checkpointer.close()
+
+
+def test_kill_9_at_ten_moments_of_a_save_or_restore(tmp_path):
+    """Each life is killed at another moment; the last one ends as if nothing had happened."""
+    # Forked from a process that has imported everything: a life takes half a second.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["checkpointing", "kill_driver", "orbax.checkpoint"])
+
+    def live(workdir, *args):
+        process = context.Process(target=kill_driver.main, args=(str(workdir), *args))
+        process.start()
+        return process
+
+    straight = live(tmp_path / "straight")
+    moments = [
+        ("_save_started", 2),
+        ("_commit_started", 1),
+        ("_restore_started", 1),
+        ("_commit_finished", 2),
+        ("_restore_finished", 1),
+        ("_delete_started", 1),
+    ]
+    rng = random.Random(0)
+    workdir, before = tmp_path / "killed", 0
+    for life in range(10):
+        hook, count = moments[life] if life < len(moments) else ("", 0)
+        process = live(workdir, hook, count)
+        if not hook:
+            # In the middle of a save: once its directory is there, a little later.
+            seen = set(workdir.glob("checkpoints/*.orbax-checkpoint-tmp"))
+            while not set(workdir.glob("checkpoints/*.orbax-checkpoint-tmp")) - seen:
+                assert process.is_alive()
+            time.sleep(rng.uniform(0, 0.05))
+            process.kill()
+        process.join(60)
+        left = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+        print(f"life {life}: killed {hook or 'while files were written'}, left {left}")
+        assert process.exitcode == -9
+        latest = Checkpointer(workdir / "checkpoints").latest_step() or 0
+        assert latest >= before
+        before = latest
+    last = live(workdir)
+    last.join(60)
+    straight.join(60)
+    ends = [json.loads((d / "digest.json").read_text()) for d in (workdir, tmp_path / "straight")]
+    assert ends[0]["digest"] == ends[1]["digest"]
+    assert ends[0]["from"] == before > 0
+    assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"7", "8"}
+    assert "Traceback" not in (workdir / "log.txt").read_text()
+
+
+# Keeping
+
+
+def test_steps_to_delete():
+    steps = [5, 10, 12, 15, 20, 22]
+    assert files.steps_to_delete(steps, keep_last=2, keep_every_steps=0) == [5, 10, 12, 15]
+    assert files.steps_to_delete(steps, keep_last=1, keep_every_steps=10) == [5, 12, 15]
+    assert files.steps_to_delete(steps, keep_last=9, keep_every_steps=0) == []
+    assert files.steps_to_delete([], keep_last=1, keep_every_steps=5) == []
+
+
+def test_the_keep_policy_keeps_the_newest_and_every_nth(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_every_steps=3)
+    save(checkpointer, 1, 2, 3, 4, 5)
+    checkpointer.close()
+    assert Checkpointer(tmp_path).committed_steps() == [3, 4, 5]
+
+
+def test_the_keep_policy_leaves_steps_of_another_run(tmp_path):
+    save(other := Checkpointer(tmp_path / "other"), 1, 2)
+    other.close()
+    save(checkpointer := Checkpointer(tmp_path / "own", keep_last=1), 3)
+    shutil.copytree(tmp_path / "other" / "1", tmp_path / "own" / "1")
+    checkpointer.close()
+    resumed = Checkpointer(tmp_path / "own", keep_last=1)
+    resumed.restore(3, abstract_like({"w": jnp.zeros(64)}))
+    save(resumed, 4)
+    resumed.close()
+    assert Checkpointer(tmp_path / "own").committed_steps() == [1, 4]
+
+
+def test_the_old_step_stays_until_the_new_one_is_committed(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        checkpoint, "_commit_started", lambda step: seen.append(files.scan(tmp_path).whole.keys())
+    )
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+    save(checkpointer, 1, 2)
+    checkpointer.close()
+    assert [set(steps) for steps in seen] == [set(), {1}]
+    assert checkpointer.committed_steps() == [2]
+
+
+def test_a_step_is_saved_once_and_never_over_another_runs(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    save(checkpointer, 1)
+    before = toy.snapshot(tmp_path)
+    assert checkpointer.save(1, {"w": jnp.zeros(64)}, {}) is False
+    checkpointer.close()
+    stranger = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step 1 in .* was written by another run"):
+        stranger.save(1, {"w": jnp.zeros(64)}, {})
+    stranger.close()
+    assert toy.snapshot(tmp_path) == before
+
+
+# C5: a save that fails in the background
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    directory = tmp_path / "disk"
+    if reason := toy.mount_tmpfs(directory, "size=200k"):
+        pytest.skip(reason)
+    before = set(threading.enumerate())
+    yield directory
+    toy.unmount(directory)
+    # A process with threads left would not end.
+    deadline = time.monotonic() + 10
+    while left := [t for t in threading.enumerate() if t not in before and not t.daemon]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def state_of_80_kb(step: int):
+    return {f"w{i}": jnp.full((25, 200), float(step)) for i in range(4)}
+
+
+def test_a_full_disk_is_an_error_at_the_next_save_and_costs_no_checkpoint(small_disk, capfd):
+    checkpointer = Checkpointer(small_disk / "checkpoints", keep_last=1)
+    began = []
+
+    def save_every_step():
+        for step in range(5):
+            checkpointer.save(step, state_of_80_kb(step), {})
+            began.append(step)
+
+    with pytest.raises(CheckpointError) as caught:
+        save_every_step()
+    # Two whole ones and their overhead do not fit: step 1 fails, the save of step 2 says so.
+    assert began == [0, 1]
+    text = str(caught.value)
+    assert "step 1" in text
+    assert "No space left on device" in text
+    assert "newest whole checkpoint is step 0" in text
+    checkpointer.close()
+    assert os.listdir(small_disk / "checkpoints") == ["0"]
+    again = Checkpointer(small_disk / "checkpoints")
+    (small_disk / "checkpoints" / "1.orbax-checkpoint-tmp").mkdir()
+    restored = again.restore(0, abstract_like(state_of_80_kb(0)))
+    assert float(restored["w3"][0, 0]) == 0.0
+    save(again, 1, state={"w": jnp.zeros(64)})
+    again.close()
+    assert again.committed_steps() == [0, 1]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_check_reports_a_failed_save_while_training_goes_on(small_disk):
+    checkpointer = Checkpointer(small_disk / "checkpoints", keep_last=1)
+    checkpointer.save(0, {"w": jnp.zeros((400, 200))}, {})
+
+    def train():
+        for _ in range(1000):
+            checkpointer.check()
+            time.sleep(0.01)
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        train()
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpointer.check()
+    checkpointer.close()
+
+
+def test_a_directory_made_read_only_is_an_error_with_step_and_cause(small_disk):
+    checkpointer = Checkpointer(small_disk / "checkpoints")
+    save(checkpointer, 0)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError, match=r"step 1 could not be .*: Read-only file system"):
+        checkpointer.save(1, {"w": jnp.zeros(64)}, {})
+    checkpointer.close()
+    assert Checkpointer(small_disk / "checkpoints").latest_step() == 0
+
+
+@pytest.mark.parametrize("moment", ["while writing", "after the commit"])
+def test_a_directory_removed_before_the_end_is_an_error(tmp_path, monkeypatch, moment):
+    directory = tmp_path / "checkpoints"
+    if moment == "while writing":
+        monkeypatch.setattr(checkpoint, "_commit_started", lambda _: shutil.rmtree(directory))
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(5, {"w": jnp.zeros(64)}, {})
+    if moment == "after the commit":
+        while not directory.is_dir() or not checkpointer.committed_steps():
+            time.sleep(0.01)
+        shutil.rmtree(directory)
+    with pytest.raises(CheckpointError, match="step 5 could not be written"):
+        checkpointer.close()
+
+
+def test_an_old_step_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, caplog):
+    def fail(directory, step):
+        raise PermissionError(1, "Operation not permitted", str(directory / str(step)))
+
+    save(checkpointer := Checkpointer(tmp_path, keep_last=1), 1)
+    monkeypatch.setattr(files, "mark_for_deletion", fail)
+    save(checkpointer, 2)
+    checkpointer.close()
+    assert "step 1 could not be deleted: Operation not permitted" in caplog.text
+    assert checkpointer.committed_steps() == [1, 2]
+
+
+def test_close_waits_for_the_save_and_leaves_no_thread(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"w": jnp.zeros((1000, 1000))}, {})
+    checkpointer.close()
+    checkpointer.close()
+    assert checkpointer.committed_steps() == [1]
+    assert not [t for t in threading.enumerate() if t.name.startswith("checkpoint-")]
+
+
+# C6: exactness
+
+
+def test_training_with_a_restart_is_bit_equal(tmp_path):
+    mesh = toy.make_mesh(4, 2)
+    straight, losses = toy.train(mesh, toy.init_state(mesh), 6)
+    state, _ = toy.train(mesh, toy.init_state(mesh), 3)
+    checkpointer = Checkpointer(tmp_path)
+    save(checkpointer, 3, state=state)
+    restored = checkpointer.restore(3, toy.abstract_state(mesh))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert type(restored.opt_state[1][0]) is type(state.opt_state[1][0])
+    assert restored.step.dtype == jnp.int32
+    assert restored.key.dtype == state.key.dtype
+    resumed, rest = toy.train(mesh, restored, 3)
+    assert rest == losses[3:]
+    toy.assert_bit_equal(resumed, straight)
+    assert int(resumed.opt_state[1][0].count) == 6
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_come_back_with_their_implementation(tmp_path, impl):
+    mesh = toy.make_mesh(4, 2)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    state = {"one": jax.random.key(3, impl=impl), "many": jax.random.split(jax.random.key(4), 3)}
+    state = jax.device_put(state, sharding)
+    save(checkpointer := Checkpointer(tmp_path), 1, state=state)
+    restored = checkpointer.restore(1, abstract_like(state))
+    toy.assert_bit_equal(restored, state)
+    for name, key in state.items():
+        assert restored[name].dtype == key.dtype
+        assert restored[name].sharding.is_equivalent_to(sharding, key.ndim)
+    draws = [jax.random.normal(tree["one"], (4,)) for tree in (state, restored)]
+    np.testing.assert_array_equal(*draws)
+    other = jax.random.key(3, impl="rbg" if impl != "rbg" else "threefry2x32")
+    with pytest.raises(CheckpointError, match=r"'one': dtype key<.*> vs key<.*>"):
+        checkpointer.restore(1, abstract_like({**state, "one": jax.device_put(other, sharding)}))
+    checkpointer.close()
+
+
+def test_all_kinds_of_arrays_come_back(tmp_path):
+    state = {
+        "bfloat16": jnp.arange(7, dtype=jnp.bfloat16) / 3,
+        "bool": jnp.array([True, False]),
+        "empty": jnp.zeros((0, 3)),
+        "nan": jnp.array([jnp.nan, jnp.inf, -0.0]),
+        "nested/name": {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}},
+        "numpy": np.arange(3, dtype=np.int64) + 2**40,
+        "numpy_empty": np.zeros((0,), np.float64),
+        "scalar": jnp.float32(1 / 3),
+        "uint8": jnp.arange(5, dtype=jnp.uint8),
+    }
+    save(checkpointer := Checkpointer(tmp_path), 1, state=state)
+    abstract = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, np.ndarray) else abstract_like(leaf), state
+    )
+    toy.assert_bit_equal(checkpointer.restore(1, abstract), state)
+    checkpointer.close()
+
+
+def test_what_is_no_array_or_shares_a_path_is_refused(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"these are not: rate \(float\)"):
+        checkpointer.save(1, {"rate": 0.5, "w": jnp.zeros(2)}, {})
+    with pytest.raises(CheckpointError, match="a path of its own"):
+        checkpointer.save(1, {"a/b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}, {})
+
+
+def test_the_host_record_is_exact_and_taken_when_save_is_called(tmp_path, small):
+    checkpointer = Checkpointer(tmp_path)
+    host = json.loads(json.dumps(HOST))
+    checkpointer.save(1, small, host)
+    host["batch_sizes"].append("changed later")
+    checkpointer.close()
+    assert checkpointer.read_host(1) == HOST
+    assert isinstance(checkpointer.read_host(1)["samples_seen"], int)
+    with pytest.raises(CheckpointError, match="not JSON compliant"):
+        checkpointer.save(2, small, {"loss": float("nan")})
+
+
+def test_donated_steps_right_after_a_save_do_not_change_what_is_written(tmp_path):
+    """Large and small arrays, sharded and replicated, trained on while they are written."""
+    mesh = toy.make_mesh(4, 2)
+    shardings = {
+        "sharded": NamedSharding(mesh, PartitionSpec("data", "tensor")),
+        "replicated": NamedSharding(mesh, PartitionSpec()),
+        "scalar": NamedSharding(mesh, PartitionSpec()),
+    }
+    make = jax.jit(
+        lambda: {
+            "sharded": jnp.ones((1024, 4096)),
+            "replicated": jnp.ones((256, 1024)),
+            "scalar": jnp.ones(()),
+        },
+        out_shardings=shardings,
+    )
+    step = jax.jit(
+        lambda tree: jax.tree.map(lambda x: x + 1, tree),
+        donate_argnums=0,
+        out_shardings=shardings,
+    )
+    checkpointer = Checkpointer(tmp_path, keep_last=9)
+    state, value = step(make()), 2
+    for number in range(4):
+        checkpointer.save(number, state, {"value": value})
+        for _ in range(10):
+            state = step(state)
+        value += 10
+    checkpointer.wait()
+    for number in range(4):
+        restored = checkpointer.restore(number, abstract_like(state))
+        for leaf in jax.tree.leaves(restored):
+            np.testing.assert_array_equal(leaf, checkpointer.read_host(number)["value"])
+    checkpointer.close()
+
+
+def test_saving_and_restoring_work_inside_of_an_event_loop(tmp_path, small):
+    """A notebook's cells run in one."""
+    import asyncio
+
+    before = asyncio.run
+
+    async def cell():
+        save(checkpointer := Checkpointer(tmp_path), 1, state=small)
+        restored = checkpointer.restore(1, abstract_like(small))
+        checkpointer.close()
+        return restored
+
+    toy.assert_bit_equal(asyncio.run(cell()), small)
+    assert asyncio.run is before  # nest_asyncio would have replaced it
+
+
+# How it is done
+
+
+def test_the_manifest_is_in_place_before_the_step_has_its_name(tmp_path, monkeypatch):
+    """Also: orbax marks unfinished steps as we think, and calls us when all files are complete."""
+    from orbax.checkpoint import path as orbax_path
+
+    assert orbax_path.atomicity.TMP_DIR_SUFFIX == files.UNFINISHED
+    sizes = {}
+
+    def look(step):
+        assert not (tmp_path / str(step)).exists()
+        unfinished = tmp_path / f"{step}{files.UNFINISHED}"
+        assert (unfinished / files.MANIFEST).is_file()
+        sizes.update(
+            {str(p.relative_to(unfinished)): p.stat().st_size for p in unfinished.rglob("*")}
+        )
+
+    monkeypatch.setattr(checkpoint, "_commit_started", look)
+    save(checkpointer := Checkpointer(tmp_path), 1)
+    checkpointer.close()
+    manifest = files.read_manifest(tmp_path / "1")
+    assert {"host/metadata", "state/_METADATA", "state/manifest.ocdbt"} <= manifest.files.keys()
+    for name, size in manifest.files.items():
+        assert sizes[name] == size == (tmp_path / "1" / name).stat().st_size
+
+
+def test_check_costs_nothing(tmp_path, small):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, small, {})
+    started = time.perf_counter()
+    for _ in range(1000):
+        checkpointer.check()
+    assert (time.perf_counter() - started) / 1000 < 20e-6
+    checkpointer.close()
+
+
+def test_looking_needs_neither_orbax_nor_a_backend(trained):
+    program = (
+        "import sys; from jaxtrain.checkpoint import Checkpointer\n"
+        f"c = Checkpointer({str(trained[0] / 'checkpoints')!r}, read_only=True)\n"
+        "print(c.committed_steps(), len(c.contents(3)), c.read_host(3)['samples_seen'])\n"
+        "assert not [m for m in sys.modules if m.startswith(('orbax', 'flax', 'tensorstore'))]\n"
+        "import jax; jax.config.update('jax_num_cpu_devices', 3); assert len(jax.devices()) == 3\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["[3]", "13", str(HOST["samples_seen"])]
+
+
+def test_saving_again_compiles_nothing(tmp_path):
+    """A save inside the loop must not count as, or cost, a compilation."""
+    mesh = toy.make_mesh(4, 2)
+    state = toy.init_state(mesh)
+    checkpointer = Checkpointer(tmp_path)
+    save(checkpointer, 1, state=state)
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **facts: events.append((event, facts))
+    )
+    try:
+        save(checkpointer, 2, state=dataclasses.replace(state, step=state.step + 0))
+        compiled = [facts for event, facts in events if "backend_compile" in event]
+    finally:
+        jax.monitoring.clear_event_listeners()
+    checkpointer.close()
+    assert [facts for facts in compiled if "slice" in str(facts)] == []
