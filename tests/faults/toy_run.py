@@ -1,0 +1,154 @@
+"""A toy experiment with hooks at named moments, run as a script by the tests of faults.
+
+    TOY_AT="commit_started 2 kill" python tests/faults/toy_run.py --workdir=runs/toy
+
+TOY_AT is a list of MOMENT PASS ACTION, separated by semicolons. When the moment comes for the
+PASS-th time in this process, it is printed ("at commit_started 2, 10") and
+
+    kill   the process kills itself with SIGKILL
+    ask    the thread goes on when a line comes on standard input
+    hang   the thread does not come back from C code, like a compiler that takes an hour
+    fail   the disk is full
+"""
+
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from jaxtrain.config import CheckpointConfig, RunConfig, field
+from jaxtrain.main import Experiment, main
+
+
+class Moments:
+    """Counts the moments as they pass, and acts at the ones of TOY_AT."""
+
+    def __init__(self, text: str):
+        self._lock = threading.Lock()
+        self._passes: dict[str, int] = {}
+        self._actions = {}
+        for part in filter(None, text.split(";")):
+            name, number, action = part.split()
+            self._actions[name, int(number)] = getattr(self, f"_{action}")
+
+    def __call__(self, name: str, detail: object = "", *, before=lambda: None) -> None:
+        """The moment is here; `before` is called first if something is to happen at it."""
+        with self._lock:
+            number = self._passes[name] = self._passes.get(name, 0) + 1
+        action = self._actions.get((name, number))
+        if action is not None:
+            before()
+            print(f"at {name} {number}, {detail}", flush=True)
+            action()
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _ask(self) -> None:
+        sys.stdin.readline()
+
+    def _hang(self) -> None:
+        # A mutex that is locked twice: unlike a sleep, a signal does not end the call.
+        mutex = ctypes.create_string_buffer(256)
+        library = ctypes.CDLL(None)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
+
+    def _fail(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def install(moments: Moments) -> None:
+    """Puts the moments where they belong in the package."""
+    from jaxtrain import checkpoint, loop, metrics
+
+    for name in (
+        *("save_started", "commit_started", "commit_finished", "delete_started"),
+        *("restore_started", "restore_finished"),
+    ):
+        assert hasattr(checkpoint, f"_{name}")
+        setattr(checkpoint, f"_{name}", lambda step, name=name: moments(name, step))
+
+    compile_step, eval_batches = loop.compile_step, loop.eval_batches
+    write, replace = metrics.JsonlWriter.write, os.replace
+
+    def compiling(fn, args, **options):
+        if fn.__name__ == "step":
+            moments("compile", fn.__name__)
+        compiled = compile_step(fn, args, **options)
+        if fn.__name__ == "step":
+            moments("compiled", fn.__name__)
+        return compiled
+
+    def evaluating(*args, **kwargs):
+        for item in eval_batches(*args, **kwargs):
+            moments("evaluate", "a batch")
+            yield item
+
+    def writing(self, record):
+        def half():
+            line = metrics.encode(record)
+            with open(self.path, "ab", buffering=0) as file:
+                file.write(line[: len(line) // 2])
+
+        moments("write", record["step"], before=half)
+        write(self, record)
+
+    def replacing(source, target, **kwargs):
+        name = {"metrics.jsonl": "cut", "config.json": "config"}.get(Path(target).name)
+        if name:
+            moments(name, target)
+        replace(source, target, **kwargs)
+        if name:
+            moments(f"{name}_done", target)
+
+    loop.compile_step, loop.eval_batches = compiling, evaluating
+    metrics.JsonlWriter.write, os.replace = writing, replacing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToyConfig(RunConfig):
+    num_steps: int = field(10, help="steps", on_resume="free")
+    global_batch_size: int = field(8, help="rows")
+    log_every_steps: int = field(1, help="cadence", on_resume="free")
+    eval_every_steps: int = field(5, help="cadence", on_resume="free")
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(every_steps=5))
+    spoil: int = field(0, help="batch with a value that is not finite; 0: none")
+
+
+def build(config: ToyConfig) -> Experiment:
+    moments = Moments(os.environ.get("TOY_AT", ""))
+    moments("build", config.workdir)
+    install(moments)
+
+    import looping
+    import numpy as np
+
+    from jaxtrain.data.order import sample_indices
+    from jaxtrain.tree import named_leaves
+
+    train_data = {name: array.copy() for name, array in looping.TRAIN.items()}
+    if config.spoil:
+        first = (config.spoil - 1) * config.global_batch_size
+        row = sample_indices(config.seed, looping.NUM_ROWS, np.array([first]))
+        train_data["x"][row, 0] = np.nan
+
+    def keep_final(result):
+        arrays = dict(named_leaves({"params": result.state.params, "ema": result.state.ema_params}))
+        np.savez(Path(config.workdir, "final.npz"), step=result.step, **arrays)
+
+    return Experiment(
+        model=looping.NOISY,
+        loss_fn=looping.loss_fn,
+        train_data=train_data,
+        eval_data=looping.EVAL,
+        on_step=lambda step, metrics: moments("step", step),
+        on_end=keep_final,
+    )
+
+
+if __name__ == "__main__":
+    main(ToyConfig, build)

@@ -1,0 +1,210 @@
+"""SIGTERM and SIGINT (case G2), and the exit codes, on real processes.
+
+The moments are chosen by what a process prints; nothing here sleeps.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+
+import looping
+import numpy as np
+import pytest
+from processes import finished, started
+
+from jaxtrain import ExitCode
+from jaxtrain.preemption import Preemption
+
+RARELY = "--checkpoint.every_steps=1000"
+NOTICED = "finishing the step, then saving; once more to leave at once"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Directory of a run that nobody disturbed."""
+    workdir = tmp_path_factory.mktemp("whole")
+    code, output = finished(workdir, RARELY)
+    assert code == ExitCode.OK, output
+    return workdir
+
+
+def assert_same_result(workdir, whole):
+    assert looping.records(workdir) == looping.records(whole)
+    found, expected = (np.load(directory / "final.npz") for directory in (workdir, whole))
+    assert set(found) == set(expected)
+    for name in expected:
+        assert found[name].tobytes() == expected[name].tobytes(), name
+
+
+def test_sigterm_in_a_step_saves_leaves_and_goes_on(tmp_path, whole):
+    with started(tmp_path, RARELY, at="step 7 ask") as run:
+        run.wait_for("at step 7, 7")
+        run.signal(signal.SIGTERM)
+        run.wait_for(f"SIGTERM: {NOTICED}")
+        begin = time.monotonic()
+        run.answer()
+        assert run.end() == ExitCode.PREEMPTED == 75
+        # Seconds are milliseconds on an idle machine; without a save at once it would be a step
+        # of an hour that is waited for.
+        assert time.monotonic() - begin < 60
+    # Step 8 was on its way when the metrics of step 7 arrived.
+    assert looping.saved_steps(tmp_path) == [8]
+    code, output = finished(tmp_path, RARELY)
+    assert code == 0
+    assert "resumed from step 8 of 10" in output
+    assert_same_result(tmp_path, whole)
+
+
+def test_sigint_in_an_evaluation_gives_it_up_and_does_it_later(tmp_path, whole):
+    # Each of the evaluations after steps 5 and 10 has three batches.
+    with started(tmp_path, RARELY, at="evaluate 2 ask") as run:
+        run.wait_for("at evaluate 2")
+        run.signal(signal.SIGINT)
+        run.wait_for(f"SIGINT: {NOTICED}")
+        run.answer()
+        assert run.end() == 75
+    assert looping.saved_steps(tmp_path) == [5]
+    assert looping.eval_records(tmp_path) == []
+    assert finished(tmp_path, RARELY)[0] == 0
+    assert_same_result(tmp_path, whole)
+
+
+def test_sigterm_in_a_compilation_leaves_at_once_and_keeps_the_checkpoint(tmp_path, whole):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    before = looping.records(tmp_path)
+    with started(tmp_path, "--num_steps=12", at="compile 1 hang") as run:
+        run.wait_for("at compile 1")
+        run.signal(signal.SIGTERM)
+        assert run.end() == 75
+        assert "SIGTERM before the first step: nothing to save, leaving" in run.output
+    assert looping.saved_steps(tmp_path) == [10]
+    assert looping.records(tmp_path) == before
+
+
+def test_a_second_signal_leaves_at_once_and_spoils_nothing(tmp_path, whole):
+    """The first one begins a save; the second comes while its files are complete but nameless."""
+    with started(
+        tmp_path, "--checkpoint.every_steps=4", at="step 6 ask;commit_started 2 ask"
+    ) as run:
+        run.wait_for("at step 6")
+        run.signal(signal.SIGTERM)
+        run.wait_for(NOTICED)
+        run.answer()
+        run.wait_for("at commit_started 2, 7")
+        run.signal(signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM
+        assert "SIGTERM again: leaving at once" in run.output
+    assert looping.saved_steps(tmp_path) == [4]
+    code, output = finished(tmp_path, RARELY)
+    assert code == 0
+    assert "resumed from step 4 of 10" in output
+    assert_same_result(tmp_path, whole)
+
+
+def test_a_complete_run_ends_with_0_and_rewrites_nothing(tmp_path, whole):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+
+    def files():
+        return {
+            path: path.stat().st_mtime_ns
+            for path in tmp_path.rglob("*")
+            if path.is_file() and path.name != "final.npz"
+        }
+
+    before = files()
+    code, output = finished(tmp_path, RARELY)
+    assert code == 0
+    assert "the run is complete: 10 of 10 steps" in output
+    assert files() == before
+    assert_same_result(tmp_path, whole)
+
+
+def test_a_bad_value_ends_with_3(tmp_path):
+    code, output = finished(tmp_path, "--spoil=6", "--checkpoint.every_steps=2")
+    assert code == ExitCode.NONFINITE == 3
+    last = output.splitlines()[-1]
+    assert last.startswith(
+        "error: grad_norm and loss not finite at step 6 (samples 40 to 47 of the order); the "
+    )
+    assert looping.saved_steps(tmp_path) == [2, 4]
+
+
+def test_a_save_that_fails_ends_with_4(tmp_path):
+    code, output = finished(tmp_path, at="commit_started 2 fail")
+    assert code == ExitCode.UNUSABLE == 4
+    last = output.splitlines()[-1]
+    assert last.startswith("error: checkpoint step 10 could not be written")
+    assert "No space left on device" in last
+    assert "the newest whole checkpoint is step 5" in last
+    assert looping.saved_steps(tmp_path) == [5]
+
+
+# In this process: a session that must survive
+
+
+@pytest.fixture
+def interactive(monkeypatch):
+    """As at a prompt or in a notebook."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_in_a_session_ends_the_run_with_a_checkpoint(tmp_path, interactive, capsys):
+    run = looping.config(tmp_path, every_steps=1000)
+    result = looping.fit(run, on_step=lambda step, _: interrupt() if step == 3 else None)
+    assert (result.status, result.step) == ("preempted", 4)
+    assert looping.saved_steps(tmp_path) == [4]
+    assert f"SIGINT: {NOTICED}" in capsys.readouterr().err
+    assert looping.fit(run).status == "finished"
+    assert [record["step"] for record in looping.train_records(tmp_path)] == list(range(1, 11))
+
+
+def test_an_interrupt_before_the_first_step_is_an_exception_in_a_session(
+    tmp_path, interactive, monkeypatch
+):
+    compile_step = looping.loop.compile_step
+
+    def interrupted(*args, **options):
+        interrupt()
+        return compile_step(*args, **options)
+
+    monkeypatch.setattr(looping.loop, "compile_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        looping.fit(looping.config(tmp_path))
+    monkeypatch.undo()
+    assert looping.fit(looping.config(tmp_path)).status == "finished"
+
+
+def test_a_second_interrupt_is_an_exception_in_a_session(tmp_path, interactive):
+    def on_step(step, metrics):
+        del metrics
+        if step == 6:
+            interrupt()
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        looping.fit(looping.config(tmp_path), on_step=on_step)
+    assert looping.saved_steps(tmp_path) == [5]
+
+
+def test_outside_the_main_thread_signals_are_left_alone(interactive):
+    handler = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def watch():
+        with Preemption().watch():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert seen == [handler]
