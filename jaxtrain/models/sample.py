@@ -20,7 +20,7 @@ _PROMPT_MULTIPLE = 64
 def generate(
     model: Model,
     params: Params,
-    prompts: Sequence[Sequence[int]] | np.ndarray,
+    prompts: Sequence[np.typing.ArrayLike] | np.ndarray,
     *,
     num_tokens: int,
     temperature: float = 1.0,
