@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import resume
-from jaxtrain.config import CheckpointConfig, RunConfig, to_dict
+from jaxtrain.config import CheckpointConfig, RunConfig
 from jaxtrain.state import TrainState
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -62,18 +62,24 @@ def abstract_state(
     return jax.tree.map(place, state)
 
 
-def init_state(mesh: Mesh, *, hidden: int = 4, num_layers: int = 2, bias: bool = False):
-    shardings = jax.tree.map(
-        lambda leaf: leaf.sharding,
-        abstract_state(mesh, hidden=hidden, num_layers=num_layers, bias=bias),
-    )
-    return jax.jit(functools.partial(_init, hidden, num_layers, bias), out_shardings=shardings)()
+@functools.cache
+def _init_fn(mesh: Mesh, hidden: int, num_layers: int, bias: bool):
+    abstract = abstract_state(mesh, hidden=hidden, num_layers=num_layers, bias=bias)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(functools.partial(_init, hidden, num_layers, bias), out_shardings=shardings)
+
+
+def init_state(
+    mesh: Mesh, *, hidden: int = 4, num_layers: int = 2, bias: bool = False
+) -> TrainState:
+    return _init_fn(mesh, hidden, num_layers, bias)()
 
 
 def batch(step: int) -> np.ndarray:
     return np.random.default_rng(step).normal(size=(8, 8)).astype(np.float32)
 
 
+@functools.cache
 def make_step(mesh: Mesh):
     """A donated train step with dropout: (state, x_BD) -> (state, loss)."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh))
@@ -101,15 +107,10 @@ def make_step(mesh: Mesh):
     )
 
 
-@functools.cache
-def _step(mesh: Mesh):
-    return make_step(mesh)
-
-
 def train(mesh: Mesh, state, num_steps: int) -> tuple[TrainState, list[float]]:
     losses = []
     for _ in range(num_steps):
-        state, loss = _step(mesh)(state, batch(int(state.step)))
+        state, loss = make_step(mesh)(state, batch(int(state.step)))
         losses.append(float(loss))
     return state, losses
 
@@ -190,10 +191,6 @@ def snapshot(directory) -> dict[str, tuple[int, int]]:
 def largest_file(directory) -> Path:
     files = [path for path in Path(directory).rglob("*") if path.is_file()]
     return max(files, key=lambda path: path.stat().st_size)
-
-
-def plain_config(config: RunConfig) -> dict:
-    return to_dict(config)
 
 
 def mount_tmpfs(directory: Path, options: str) -> str:
