@@ -19,6 +19,8 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
+
 from jaxtrain.config import CheckpointConfig, RunConfig, field
 from jaxtrain.main import Experiment, main
 
@@ -61,8 +63,29 @@ class Moments:
         raise OSError(28, "No space left on device")
 
 
-def install(moments: Moments) -> None:
-    """Puts the moments where they belong in the package."""
+def begin(config: RunConfig) -> Moments:
+    """Puts the moments of TOY_AT where they belong in the package."""
+    moments = Moments(os.environ.get("TOY_AT", ""))
+    moments("build", Path(config.workdir).name)
+    _install(moments)
+    return moments
+
+
+def watched(experiment: Experiment, config: RunConfig, moments: Moments) -> Experiment:
+    """The experiment with the moment `step`, and with its last parameters kept in a file."""
+
+    def keep(result):
+        from jaxtrain.tree import named_leaves
+
+        arrays = dict(named_leaves({"params": result.state.params, "ema": result.state.ema_params}))
+        np.savez(Path(config.workdir, "final.npz"), step=result.step, **arrays)
+
+    return dataclasses.replace(
+        experiment, on_step=lambda step, metrics: moments("step", step), on_end=keep
+    )
+
+
+def _install(moments: Moments) -> None:
     from jaxtrain import checkpoint, loop, metrics
 
     for name in (
@@ -100,10 +123,10 @@ def install(moments: Moments) -> None:
     def replacing(source, target, **kwargs):
         name = {"metrics.jsonl": "cut", "config.json": "config"}.get(Path(target).name)
         if name:
-            moments(name, target)
+            moments(name, Path(target).name)
         replace(source, target, **kwargs)
         if name:
-            moments(f"{name}_done", target)
+            moments(f"{name}_done", Path(target).name)
 
     loop.compile_step, loop.eval_batches = compiling, evaluating
     metrics.JsonlWriter.write, os.replace = writing, replacing
@@ -120,34 +143,24 @@ class ToyConfig(RunConfig):
 
 
 def build(config: ToyConfig) -> Experiment:
-    moments = Moments(os.environ.get("TOY_AT", ""))
-    moments("build", config.workdir)
-    install(moments)
+    moments = begin(config)
 
     import looping
-    import numpy as np
 
     from jaxtrain.data.order import sample_indices
-    from jaxtrain.tree import named_leaves
 
     train_data = {name: array.copy() for name, array in looping.TRAIN.items()}
     if config.spoil:
         first = (config.spoil - 1) * config.global_batch_size
         row = sample_indices(config.seed, looping.NUM_ROWS, np.array([first]))
         train_data["x"][row, 0] = np.nan
-
-    def keep_final(result):
-        arrays = dict(named_leaves({"params": result.state.params, "ema": result.state.ema_params}))
-        np.savez(Path(config.workdir, "final.npz"), step=result.step, **arrays)
-
-    return Experiment(
+    experiment = Experiment(
         model=looping.NOISY,
         loss_fn=looping.loss_fn,
         train_data=train_data,
         eval_data=looping.EVAL,
-        on_step=lambda step, metrics: moments("step", step),
-        on_end=keep_final,
     )
+    return watched(experiment, config, moments)
 
 
 if __name__ == "__main__":
