@@ -34,7 +34,7 @@ def build(config: ImageConfig) -> Experiment:
 
     train_data, eval_data = digits_datasets()
     return Experiment(
-        model=convnet(config.model, precision=config.precision),
+        model=convnet(config.model, precision=config.precision, remat=config.remat),
         loss_fn=classification_loss(),
         train_data=train_data,
         eval_data=eval_data,

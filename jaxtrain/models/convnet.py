@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.compile import remat as remat_block
 from jaxtrain.models.convnet_config import ConvNetConfig
 from jaxtrain.models.functional import Model, functional
 
@@ -39,7 +40,8 @@ class Stage(nnx.Module):
 class ConvNet(nnx.Module):
     """Stages with max pooling between them, the mean over the image, one linear layer."""
 
-    def __init__(self, config: ConvNetConfig, *, dtype: str, rngs: nnx.Rngs):
+    def __init__(self, config: ConvNetConfig, *, dtype: str, remat: str, rngs: nnx.Rngs):
+        self.remat = remat
         widths = [config.in_channels]
         widths += [config.channels * 2**stage for stage in range(config.num_stages)]
         self.stages = nnx.List(
@@ -56,21 +58,35 @@ class ConvNet(nnx.Module):
         for index, stage in enumerate(self.stages):
             if index:
                 x_BHWC = nnx.max_pool(x_BHWC, (2, 2), strides=(2, 2))
-            x_BHWC = stage(x_BHWC)
+            x_BHWC = self._run(stage, x_BHWC)
         x_BC = jnp.mean(x_BHWC, (1, 2))
         if self.dropout is not None:
             x_BC = self.dropout(x_BC)
         return self.head(x_BC)
 
+    def _run(self, stage: Stage, x_BHWC: jax.Array) -> jax.Array:
+        """Calls a stage; with remat on a copy, whose new statistics are carried over."""
+        if self.remat == "none":
+            return stage(x_BHWC)
 
-def convnet(config: ConvNetConfig, *, precision: str = "float32") -> Model:
+        def block(stage: Stage, x_BHWC: jax.Array):
+            return stage(x_BHWC), nnx.state(stage, nnx.BatchStat)
+
+        x_BHWC, stats = remat_block(block, self.remat, is_scanned=False)(stage, x_BHWC)
+        nnx.update(stage, stats)
+        return x_BHWC
+
+
+def convnet(config: ConvNetConfig, *, precision: str = "float32", remat: str = "none") -> Model:
     """Makes the pure model: batch {"image": [B, H, W, C]} -> logits [B, C].
 
     When training it normalises by the statistics of the batch and returns moved running ones as
     model state; when not, it uses the running ones, so that padding rows change nothing.
-    `precision` is the dtype of the computation; statistics and parameters stay float32.
+    `precision` is the dtype of the computation; statistics and parameters stay float32. `remat`
+    says what of a stage the backward pass computes again; convolutions are no matrix products, so
+    "dots" keeps as little of it as "full".
     """
     return functional(
-        lambda rngs: ConvNet(config, dtype=precision, rngs=rngs),
+        lambda rngs: ConvNet(config, dtype=precision, remat=remat, rngs=rngs),
         call=lambda module, batch: module(batch["image"]),
     )
