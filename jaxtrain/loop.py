@@ -35,7 +35,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxtrain import optim, resume, run_files
+from jaxtrain import checkpoint_files, optim, resume, run_files
 from jaxtrain.compile import CompiledStep, compile_step, compiler_options
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import Loader, eval_batches
@@ -131,6 +131,10 @@ def fit(
     preemption = Preemption()
     with preemption.watch(), contextlib.ExitStack() as stack:
         # Everything that can be refused is refused here, before anything is compiled.
+        if config.workdir:
+            # The same directory for every file, also for `~/run` and after a change of directory.
+            workdir = checkpoint_files.absolute(config.workdir, "workdir")
+            config = config.replace(workdir=str(workdir))
         model = as_model(model)
         mesh = make_mesh(config.mesh)
         is_primary = jax.process_index() == 0
