@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxtrain.backend import captured_stderr, mended_compile_cache
 from jaxtrain.errors import ConfigError
-from jaxtrain.sharding import has_gathered_params, saves_all_but_gathered
+from jaxtrain.gather import saves_all_but_gathered
+from jaxtrain.sharding import has_gathered_params
 
 _log = logging.getLogger("jaxtrain")
 

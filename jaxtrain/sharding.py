@@ -12,7 +12,6 @@ while one function is traced.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.gather import constrain_if, gather, split_by_hand
 from jaxtrain.placement import (
     Layout,
     opt_state_layouts,
@@ -57,7 +57,6 @@ __all__ = [
     "param_layouts",
     "param_shardings",
     "partition_spec",
-    "saves_all_but_gathered",
     "shard_batch",
     "use_rules",
 ]
@@ -239,11 +238,11 @@ def gather_param(
     storage = active.sharding(logical_axes, "storage")
     compute = active.sharding(logical_axes, "compute")
     if active.gathers_before:
-        return _constrain_if(param.astype(dtype), compute)
+        return constrain_if(param.astype(dtype), compute)
     by_hand = split_by_hand(partition_spec(logical_axes, active.rules.storage, active.mesh))
     if not by_hand and (storage is None or compute is None):
         return param.astype(dtype)
-    return _gather(param, storage, compute, by_hand, np.dtype(dtype), param.dtype)
+    return gather(param, storage, compute, by_hand, np.dtype(dtype), param.dtype)
 
 
 def gather_stored(param: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -261,17 +260,7 @@ def gather_stored(param: jax.Array, spec: PartitionSpec) -> jax.Array:
     by_hand = split_by_hand(spec)
     if not by_hand and storage == compute:
         return param
-    return _gather(param, storage, compute, by_hand, param.dtype, param.dtype)
-
-
-def split_by_hand(spec: PartitionSpec) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """The dims, with their mesh axes, that `spec` splits over axes that are manual here."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    split = [
-        (dim, tuple(axis for axis in as_axes(entry) or () if axis in manual))
-        for dim, entry in enumerate(spec)
-    ]
-    return tuple((dim, axes) for dim, axes in split if axes)
+    return gather(param, storage, compute, by_hand, param.dtype, param.dtype)
 
 
 def has_gathered_params() -> bool:
@@ -285,79 +274,6 @@ def has_gathered_params() -> bool:
         for name, axes in rules.storage.items()
         for axis in as_axes(axes) or ()
     )
-
-
-def saves_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy that drops what `gather_param` returns, and nothing else."""
-    if primitive.name != "custom_vjp_call" or "call_jaxpr" not in params:
-        return True
-    # A policy sees neither the function nor its name, but a gather is made of these alone.
-    operations = {equation.primitive.name for equation in params["call_jaxpr"].eqns}
-    moves = {"sharding_constraint", "shard_map", "all_gather"}
-    return not operations & moves or bool(operations - moves - {"convert_element_type"})
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def _gather(param, storage, compute, by_hand, dtype, param_dtype):
-    # The first constraint holds the cast on the storage side of the gather.
-    del param_dtype
-    param = _constrain_if(param.astype(dtype), storage)
-    if by_hand:
-        param = _on_shards(_all_gather, storage)(param, by_hand)
-    return _constrain_if(param, compute)
-
-
-def _gather_fwd(param, storage, compute, by_hand, dtype, param_dtype):
-    return _gather(param, storage, compute, by_hand, dtype, param_dtype), None
-
-
-def _gather_bwd(storage, compute, by_hand, dtype, param_dtype, residuals, grad):
-    del dtype, residuals
-    if by_hand:
-        # Sums over devices are taken in the dtype of the parameter.
-        grad = _on_shards(_reduce_scatter, storage)(grad.astype(param_dtype), by_hand)
-    else:
-        # Summed in the layout of use and cut at once, a reduce-scatter. From the layout of storage
-        # alone XLA works backwards, and replicates the activations of an embedding's lookup.
-        grad = _constrain_if(grad, compute)
-    return (_constrain_if(grad, storage).astype(param_dtype),)
-
-
-def _all_gather(x, by_hand):
-    for dim, axes in by_hand:
-        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-    return x
-
-
-def _reduce_scatter(x, by_hand):
-    for dim, axes in by_hand:
-        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-    return x
-
-
-def _on_shards(collective: Any, storage: NamedSharding | None) -> Any:
-    """Applies a collective to what one device holds, also where automatic axes split the array.
-
-    XLA's partitioner replicates over automatic axes around a collective of a manual region.
-    """
-    if storage is None:
-        return collective
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return lambda x, by_hand: jax.shard_map(
-        lambda x: collective(x, by_hand),
-        mesh=storage.mesh,
-        in_specs=storage.spec,
-        out_specs=storage.spec,
-        axis_names=set(storage.mesh.axis_names) - set(manual),
-        check_vma=False,
-    )(x)
-
-
-def _constrain_if(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
-
-
-_gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 def _check_rank(x: jax.Array, logical_axes: Sequence[str | None]) -> None:
