@@ -5,19 +5,23 @@
 Sums are added over micro-batches and devices first and divided once, so a row counts the same
 wherever it lands. Micro-batch m holds the rows [m * b, (m + 1) * b) of the global batch.
 
-How gradients are reduced over the mesh axis `data`: left to itself, XLA reduces inside the loop
-over micro-batches, once for each. So where `data` is larger than 1, everything from the batch to
-the summed gradients is one region (`jax.shard_map`) that is manual over the mesh axes that split
-the batch, and automatic over the others (`tensor`). Each copy of the region sums its own rows of
-all micro-batches; one `psum` over `data` at the end adds the copies. Parameters enter as the
-shards that are stored, and are gathered over `fsdp` just before use: by the model, where it calls
-`gather_param`, else here. (Manual over `data` alone would be enough, but XLA's partitioner aborts
-on gathers that are split over two automatic axes inside a manual region, like the lookup in an
-embedding: jax 0.12.0, tests/test_gradients.py holds the case.)
+How devices share the work: where mesh axes split the batch, everything from the batch to the
+summed gradients is one region (`jax.shard_map`) that is manual over these axes and automatic over
+the others (`tensor`). Each copy of the region sums its own rows of all micro-batches. Parameters
+enter as the shards that are stored and are gathered just before use, by the model where it calls
+`gather_param`, else here; their gradients leave reduced and scattered in the same places. What
+the copies hold in common is added once, at the end: `data` costs one reduction of the gradients
+however many micro-batches there are.
 
-Two kinds of models stay automatic: those with model_state, whose batch statistics must see every
-row of the (micro-)batch, and those that draw noise from the scalar `key` instead of `row_keys`,
-because all copies of the region would draw the same.
+Left to itself, XLA would reduce over `data` inside the loop over micro-batches. A region that is
+manual over `data` alone is no way out: XLA's partitioner aborts the process on a lookup that is
+split over two automatic axes inside of it, like that of an embedding (jax 0.12.0; the case is in
+tests/test_gradients.py).
+
+Not in a region, but left to XLA, are models whose rows depend on each other: those with
+model_state, whose batch statistics must see every row of the (micro-)batch, and those that say so
+(`rows_are_independent=False`). And models that draw noise from the scalar `key` instead of
+`row_keys`, because all copies of the region would draw the same.
 """
 
 import dataclasses
@@ -111,10 +115,11 @@ def make_grad_fn(
         check_batch_size(num_rows, accumulate_steps, mesh, rules)
         with use_rules(mesh, rules) as active:
             batch = _add_row_keys(batch, step_key, accumulate_steps, num_rows)
-            layout = Layout.of(model, params, active, mask_of(params, frozen))
             draws_from_key = probe(model, params, model_state, batch, active, accumulate_steps)
+            layout = Layout.of(model, params, active, mask_of(params, frozen))
             axes = _axes_by_hand(mesh, rules)
-            if not axes or draws_from_key or jax.tree.leaves(model_state):
+            is_coupled = not model.rows_are_independent or bool(jax.tree.leaves(model_state))
+            if not axes or is_coupled or draws_from_key:
                 return local_grads(params, model_state, batch, step_key, layout)
             layout = dataclasses.replace(layout, axes=axes)
 
@@ -133,7 +138,7 @@ def make_grad_fn(
                 mesh=mesh,
                 in_specs=(shards, rows, PartitionSpec()),
                 out_specs=(trained_shards, PartitionSpec()),
-                axis_names=set(axes),
+                axis_names={*axes, *(axis for axis, size in mesh.shape.items() if size == 1)},
                 check_vma=False,
             )(params, batch, step_key)
             return layout.constrain(grads), sums, model_state
@@ -156,13 +161,14 @@ class Layout:
 
     @classmethod
     def of(cls, model: Model, params: Any, active: Any, frozen: Any) -> "Layout":
-        """The layout of parameters in storage."""
+        """The layout of parameters in storage; `probe` comes first."""
         shardings = param_shardings(params, model.logical_axes, active.mesh, active.rules)
+        active.gathers_before = not active.has_gathered
         return cls(jax.tree.map(lambda sharding: sharding.spec, shardings), frozen, active)
 
     def gather(self, params: Any) -> Any:
-        """What to apply the model to; `probe` has seen whether it gathers its parameters itself."""
-        if self.active.has_gathered:
+        """What to apply the model to: whole parameters, unless it calls `gather_param` itself."""
+        if not self.active.gathers_before:
             return params
         return jax.tree.map(gather_stored, params, self.specs)
 
@@ -212,10 +218,8 @@ def _add_row_keys(batch, step_key, accumulate_steps: int, num_rows: int) -> dict
 
 
 def _axes_by_hand(mesh: Mesh, rules: ShardingRules) -> tuple[str, ...]:
-    """The mesh axes of the manual region, none if there is nothing to reduce over `data`."""
-    axes = as_axes(rules.compute["batch"]) or ()
-    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    return axes if "data" in axes else ()
+    """The mesh axes of the manual region: those that split the batch."""
+    return tuple(a for a in as_axes(rules.compute["batch"]) or () if mesh.shape[a] > 1)
 
 
 def probe(

@@ -146,12 +146,16 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     it once, and gradients within the norm are multiplied by exactly 1.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None):
+    def init(params: Any) -> optax.OptState:
+        del params
+        return optax.EmptyState()
+
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, Any]:
         del params
         scale = max_norm / jnp.maximum(tree.global_norm_f32(updates), max_norm)
         return jax.tree.map(lambda g: g * scale, updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(init, update)
 
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

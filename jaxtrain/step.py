@@ -105,9 +105,8 @@ def make_eval_step(
 
     def eval_step(params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Sums:
         with use_rules(mesh, rules) as active:
-            layout = Layout.of(model, params, active, mask_of(params, None))
             probe(model, params, model_state, batch, active, train=False)
-            params = layout.gather(params)
+            params = Layout.of(model, params, active, mask_of(params, None)).gather(params)
             outputs, _ = model.apply(params, model_state, batch, key=jax.random.key(0), train=False)
             sums = loss_fn(outputs, batch, params)
         check_sums(sums)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.mesh import make_mesh
+from jaxtrain.models.functional import as_model
 from jaxtrain.sharding import shard_batch
 from jaxtrain.state import abstract_state, state_shardings
 from jaxtrain.step import make_train_step
@@ -37,7 +38,7 @@ def mesh_of(sizes):
 def new_state(model, tx, mesh, ema=False):
     """Like `init_state`, but placed from the host: most of these tests would compile only this."""
     abstract = abstract_state(model, tx, ema=ema)
-    params, model_state = model[0](jax.random.key(0))
+    params, model_state = as_model(model).init(jax.random.key(0))
     state = abstract.replace(
         step=jnp.zeros((), jnp.int32),
         params=params,

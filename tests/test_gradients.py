@@ -131,12 +131,22 @@ def recurrent_apply(params, model_state, batch, *, key, train):
     return hidden_RH @ params["second"]["kernel"], model_state
 
 
+def contrasting_apply(params, model_state, batch, *, key, train):
+    """Each row against the mean of all rows, without any state."""
+    outputs_RD, model_state = mlp_apply(params, model_state, batch, key=key, train=train)
+    return outputs_RD - jnp.mean(outputs_RD, axis=0, keepdims=True), model_state
+
+
+CONTRASTING = Model(init=mlp_init, apply=contrasting_apply, rows_are_independent=False)
+
+
 @pytest.mark.parametrize("accumulate_steps", [1, 4])
 @pytest.mark.parametrize(
     "model",
     [
         pytest.param((mlp_init, recurrent_apply), id="recurrent"),
         pytest.param(NORMALISED, id="batch statistics"),
+        pytest.param(CONTRASTING, id="rows that depend on each other"),
     ],
 )
 def test_kinds_of_models_agree_between_meshes(model, accumulate_steps):
