@@ -19,7 +19,7 @@ def environment(at=""):
     variables = dict(
         os.environ,
         JAX_PLATFORMS="cpu",
-        PYTHONPATH=str(TESTS),
+        PYTHONPATH=os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
         PYTHONUNBUFFERED="1",
         TOY_AT=at,
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,8 @@ def test_order_of_dispatch_metrics_evaluation_and_save(tmp_path, monkeypatch):
     def around(step_fn, state, batch):
         step = sum(name == "dispatch" for name, _ in events) + 1
         events.append(("dispatch", step))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
+            jnp.add(np.ones(3), 1)  # nothing may move to the devices in here
         state, metrics = step_fn(state, batch)
         metrics["loss"] = Watched(metrics["loss"], lambda: events.append(("read", step)))
         return state, metrics
@@ -175,8 +178,13 @@ def test_one_compilation_each_in_a_run_and_one_after_a_resume(tmp_path, monkeypa
 
     def around(step_fn, state, batch):
         before = [leaf.sharding for leaf in jax.tree.leaves(state)]
+        old_state = state
         state, metrics = step_fn(state, batch)
         shardings.append((before, [leaf.sharding for leaf in jax.tree.leaves(state)]))
+        # Its memory is taken over, unless a save still reads it.
+        assert len(shardings) > 1 or all(
+            leaf.is_deleted() for leaf in jax.tree.leaves(old_state.params)
+        )
         return state, metrics
 
     looping.spy_on_train_step(monkeypatch, around)
@@ -447,32 +455,37 @@ def test_an_update_that_overflows_is_never_saved(tmp_path, nonfinite):
 # Saves that fail
 
 
-@pytest.mark.parametrize(("failing", "last_step"), [(2, 5), (3, 6)])
-def test_a_save_that_fails_ends_the_run(tmp_path, monkeypatch, failing, last_step):
-    """The second of three is noticed by the next save at the latest, the last one at the end."""
+@pytest.mark.parametrize(("failing", "last_seen"), [(2, 7), (3, 9)])
+def test_a_save_that_fails_ends_the_run(tmp_path, monkeypatch, failing, last_seen):
+    """It is noticed before the next save, since the loop asks at every step; or at the end."""
     write_manifest = checkpoint_files.write_manifest
-    steps = []
+    seen, saves = [], []
 
     def write(path, *, step, **kwargs):
-        steps.append(step)
-        if len(steps) == failing:
+        saves.append(step)
+        if len(saves) == failing:
             raise OSError(28, "No space left on device")
         write_manifest(path, step=step, **kwargs)
 
+    def on_step(step, metrics):
+        del metrics
+        seen.append(step)
+        if step == 7:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint-6":
+                    thread.join()
+
     monkeypatch.setattr(checkpoint_files, "write_manifest", write)
-    seen = []
-    with pytest.raises(CheckpointError, match=rf"step {2 * failing} .*No space left") as caught:
-        fit(
-            config(tmp_path, num_steps=6, every_steps=2),
-            on_step=lambda step, _: seen.append(step),
-        )
+    run = config(tmp_path, num_steps=9, every_steps=3)
+    with pytest.raises(CheckpointError, match=rf"step {3 * failing} .*No space left") as caught:
+        fit(run, on_step=on_step)
     assert caught.value.exit_code == ExitCode.UNUSABLE == 4
-    assert max(seen) <= last_step + 1
-    assert saved_steps(tmp_path) == [2, 4][: failing - 1]
+    assert seen[-1] == last_seen
+    assert saved_steps(tmp_path) == [3, 6][: failing - 1]
     # Mended, the same command continues and finishes.
-    monkeypatch.setattr(checkpoint_files, "write_manifest", write_manifest)
-    assert fit(config(tmp_path, num_steps=6, every_steps=2)).status == "finished"
-    assert [record["step"] for record in train_records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    monkeypatch.undo()
+    assert fit(run).status == "finished"
+    assert [record["step"] for record in train_records(tmp_path)] == list(range(1, 10))
 
 
 # Being told to stop

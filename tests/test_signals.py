@@ -149,9 +149,12 @@ def test_a_save_that_fails_ends_with_4(tmp_path):
 def interactive(monkeypatch):
     """As at a prompt or in a notebook."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    exits = []
+    monkeypatch.setattr(os, "_exit", exits.append)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     yield
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert exits == []
 
 
 def interrupt():
