@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jaxtrain.data.images import digits_datasets
+from jaxtrain.errors import ConfigError
 from jaxtrain.losses import classification_loss
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.convnet import ConvNetConfig, convnet
@@ -101,6 +102,29 @@ def test_dropout_is_only_for_training():
     )
     assert not np.allclose(run(0, True), run(1, True))
     np.testing.assert_array_equal(run(0, False), run(1, False))
+
+
+def test_remat_gives_the_same_gradients_and_state():
+    batch = {"image": images()}
+    params, state = jax.jit(convnet(TINY).init)(jax.random.key(0))
+    results, convolutions = {}, {}
+    for remat in ("none", "dots", "full"):
+
+        def loss(params, model=convnet(TINY, remat=remat)):  # noqa: B008
+            outputs, new_state = model.apply(params, state, batch, key=None, train=True)
+            return jnp.sum(jnp.square(outputs)), new_state
+
+        grad = jax.grad(loss, has_aux=True)
+        results[remat] = jax.jit(grad)(params)
+        convolutions[remat] = str(jax.make_jaxpr(grad)(params)).count("conv_general_dilated[")
+    for remat in ("dots", "full"):
+        for ours, expected in zip(
+            jax.tree.leaves(results[remat]), jax.tree.leaves(results["none"]), strict=True
+        ):
+            np.testing.assert_allclose(ours, expected, rtol=1e-3, atol=1e-4)
+    assert convolutions["full"] == convolutions["dots"] > convolutions["none"]
+    with pytest.raises(ConfigError, match="remat='some' does not exist"):
+        convnet(TINY, remat="some").apply(params, state, batch, key=None, train=True)
 
 
 def test_it_learns_the_digits():
