@@ -12,7 +12,7 @@ while one function is traced.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ __all__ = [
     "gather_param",
     "gather_stored",
     "has_gathered_params",
+    "on_shards",
     "opt_state_layouts",
     "opt_state_shardings",
     "param_layouts",
@@ -216,6 +217,33 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
         return x
     _check_divides(x, logical_axes, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def on_shards(
+    fn: Callable[..., jax.Array],
+    in_axes: Sequence[Sequence[str | None]],
+    out_axes: Sequence[str | None],
+) -> Callable[..., jax.Array]:
+    """Makes `fn` see only what one device holds of its arguments, laid out by the compute table.
+
+    For functions that work on every row and head by itself and that XLA cannot split, such as a
+    kernel of a library. `in_axes` and `out_axes` are the logical axes of arguments and result.
+    """
+    active = _active.value
+    if active is None:
+        return fn
+    out = active.sharding(out_axes, "compute")
+    if out is None:
+        return fn
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.shard_map(
+        fn,
+        mesh=out.mesh,
+        in_specs=tuple(active.sharding(axes, "compute").spec for axes in in_axes),
+        out_specs=out.spec,
+        axis_names=set(out.mesh.axis_names) - set(manual),
+        check_vma=False,
+    )
 
 
 def gather_param(

@@ -34,7 +34,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.gradients import make_grad_fn
 from jaxtrain.models.functional import Model, as_model, row_keys
 from jaxtrain.placement import param_shardings
-from jaxtrain.sharding import constrain, gather_param, shard_batch
+from jaxtrain.sharding import constrain, gather_param, on_shards, shard_batch
 from jaxtrain.step import make_train_step
 
 # Case E1: every token counts the same, however the batch is split.
@@ -366,6 +366,41 @@ def test_parameters_that_a_model_gathers_move_over_fsdp_alone():
             ("reduce-scatter", ("fsdp",), ((VOCAB // 2, D // 2),)),
             ("reduce-scatter", ("fsdp",), (half_embed,)),
         ]
+    )
+
+
+@pytest.mark.parametrize("sizes", ["data:1", "tensor:8", "data:4,tensor:2", HYBRID])
+def test_a_kernel_sees_what_one_device_holds(sizes):
+    seen = set()
+
+    def kernel(hidden_RH):
+        seen.add(hidden_RH.shape)
+        return jnp.tanh(hidden_RH)
+
+    def apply(params, model_state, batch, *, key, train):
+        del key, train
+        first = gather_param(params["first"]["kernel"], ("embed", "mlp"), jnp.float32)
+        bias = gather_param(params["first"]["bias"], ("mlp",), jnp.float32)
+        second = gather_param(params["second"]["kernel"], ("mlp", "embed"), jnp.float32)
+        axes = ("batch", "mlp")
+        hidden_RH = on_shards(kernel, (axes,), axes)(batch["x"] @ first + bias[None])
+        return hidden_RH @ second, model_state
+
+    axes = {"first": {"kernel": ("embed", "mlp"), "bias": ("mlp",)}}
+    axes |= {"second": {"kernel": ("mlp", "embed")}}
+    model = Model(init=mlp_init, apply=apply, logical_axes=axes)
+    # One is what a device holds; the whole is what `probe` and a mesh of one device see.
+    program = compiled_gradient(model, squared_loss, sizes, 1, rows(0))
+    mesh = mesh_of(sizes)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    assert (32 // shards, H // mesh.shape["tensor"]) in seen
+    params = mlp_init(jax.random.key(3))[0]
+    placed = jax.device_put(params, param_shardings(params, axes, mesh))
+    grads, _, _ = program(placed, {}, shard_batch(rows(0), mesh), jax.random.key(0))
+    grad_fn = make_grad_fn(MLP, squared_loss, mesh_of("data:1"))
+    expected, _, _ = grad_fn(params, {}, rows(0), jax.random.key(0))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, expected
     )
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.models.layers import Norm, Projection, normal, residual_init
 from jaxtrain.models.transformer_config import TransformerConfig
-from jaxtrain.sharding import constrain
+from jaxtrain.sharding import constrain, on_shards
 
 # Finite, so that a difference of two masked scores is 0 and not NaN.
 _MASKED = -1e30
@@ -56,9 +56,7 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
         with jax.named_scope("attend"):
             if self.implementation == "cudnn":
-                a_BTNH = jax.nn.dot_product_attention(
-                    q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn"
-                )
+                a_BTNH = _attend_cudnn(q_BTNH, k_BTKH, v_BTKH)
             else:
                 index_T = jnp.arange(x_BTD.shape[1])
                 visible_BTS = (index_T[:, None] >= index_T[None, :])[None]
@@ -100,6 +98,20 @@ class Attention(nnx.Module):
         if rotation is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotation), rotate(k_BTKH, rotation)
         return q_BTNH, k_BTKH, v_BTKH
+
+
+def _attend_cudnn(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+    """cuDNN's causal attention on what each device holds: JAX cannot split it in a region that is
+    manual over only some mesh axes."""
+    q_axes = ("batch", "length", "heads", "head_dim")
+    kv_axes = ("batch", "length", "kv_heads", "head_dim")
+
+    def local(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn"
+        )
+
+    return on_shards(local, (q_axes, kv_axes, kv_axes), q_axes)(q_BTNH, k_BTKH, v_BTKH)
 
 
 def attend(
