@@ -19,8 +19,6 @@ deletion leaves half a step when it is killed; and when the loop polls `check_fo
 the error of a failed save away from the thread that then deletes the last good step.
 """
 
-import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import json
@@ -119,8 +117,7 @@ class Checkpointer(files.CheckpointDirectory):
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(record)
             )
-            manager = self._open()
-            _outside_of_event_loops(lambda: manager.save(step, args=args, force=True))
+            self._open().save(step, args=args, force=True)
         except CheckpointError:
             raise
         except Exception as error:
@@ -353,9 +350,7 @@ def _read(
     )
     try:
         with contextlib.closing(ocp.Checkpointer(_handler())) as reader:
-            if targets:
-                path = directory / "state"
-                values |= _outside_of_event_loops(lambda: reader.restore(path, args=args))
+            values |= reader.restore(directory / "state", args=args) if targets else {}
     except (ValueError, OSError, KeyError) as error:
         raise files.BrokenCheckpointError(
             f"checkpoint step {directory.name} in {directory.parent} cannot be read: "
@@ -408,19 +403,6 @@ def _orbax() -> Any:
 
     sys.unraisablehook = show_unraisable
     return ocp
-
-
-def _outside_of_event_loops[T](function: Callable[[], T]) -> T:
-    """Calls a function that runs an event loop of its own, also from a notebook, which has one.
-
-    There orbax would change asyncio for the whole process to be able to nest them.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return function()
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        return executor.submit(function).result()
 
 
 def _is_primary() -> bool:

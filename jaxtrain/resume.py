@@ -160,7 +160,7 @@ def begin(
             _list(steps),
         )
         checkpointer.delete(steps)
-    elif found.broken and not options.overwrite:
+    elif not options.overwrite and found.broken:
         reasons = "; ".join(f"step {step}: {reason}" for step, reason in found.broken.items())
         raise CheckpointError(
             f"{directory} holds damaged checkpoints only ({reasons}); give another --workdir, or "
@@ -223,7 +223,7 @@ def _is_to_be_replaced(config: RunConfig, checkpointer: Checkpointer) -> bool:
         )
     else:
         return False
-    if not options.overwrite:
+    if not options.overwrite or config.resume == "must":
         raise ConfigError(refusal)
     return True
 
@@ -323,7 +323,7 @@ def _start(
             f"jaxtrain has order {ORDER_VERSION}; resume with the version that wrote it "
             f"({host.get('versions', {}).get('jaxtrain', 'unknown')})."
         )
-    history = [(first, size) for first, size in host.get("batch_sizes", []) if first < step]
+    history = [(first, size) for first, size in host.get("batch_sizes", [])]
     if not history or history[-1][1] != config.global_batch_size:
         history.append((step if history else 0, config.global_batch_size))
     return Start(step=step, state=state, batch_sizes=tuple(history), host=host, origin=origin)

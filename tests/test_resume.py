@@ -18,6 +18,7 @@ import pytest
 from jaxtrain import checkpoint, resume
 from jaxtrain import checkpoint_files as files
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config import record_reads, unread
 from jaxtrain.errors import CheckpointError, ConfigError
 
 
@@ -176,6 +177,22 @@ def test_overwrite_replaces_a_run_of_another_configuration_once(workdir):
     start, *_ = toy.run(config)
     assert start.step == 4
     assert toy.steps_in(workdir) == [4, 6]
+
+
+def test_must_is_not_talked_into_deleting(workdir):
+    with pytest.raises(ConfigError, match="seed: 0 -> 5"):
+        begin(toy.config(workdir, resume="must", seed=5, overwrite=True))
+    assert toy.steps_in(workdir) == [4, 8, 10]
+    assert begin(toy.config(workdir, resume="must", overwrite=True)).step == 10
+
+
+def test_every_option_is_read_by_a_fresh_run(tmp_path):
+    config = toy.config(tmp_path)
+    with record_reads() as reads:
+        begin(config)
+    unused = [path for path in unread(config, reads) if path.startswith("checkpoint.")]
+    assert unused == ["checkpoint.every_steps"]  # which the loop reads
+    assert "resume" in reads
 
 
 def test_another_model_is_refused(workdir):
