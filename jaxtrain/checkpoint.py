@@ -84,6 +84,7 @@ class Checkpointer(files.CheckpointDirectory):
         self._manager: Any = None
         self._writing: tuple[int, dict[str, files.Array]] | None = None
         self._thread: threading.Thread | None = None
+        self._committed: int | None = None
         self._failure: CheckpointError | None = None
         self._is_reported = False
 
@@ -142,12 +143,11 @@ class Checkpointer(files.CheckpointDirectory):
             self._thread.join()
             self._thread = None
         self.check()
-        if self._writing is not None and _is_primary():
-            step = self._writing[0]
+        if self._committed is not None and _is_primary():
             try:
-                files.read_manifest(self.directory / str(step))
+                files.read_manifest(self.directory / str(self._committed))
             except files.NotWholeError as error:
-                self._failure = self._failed(step, error)
+                self._failure = self._failed(self._committed, error)
             self.check()
 
     def close(self) -> None:
@@ -295,15 +295,15 @@ class Checkpointer(files.CheckpointDirectory):
             if _is_primary():
                 files.read_manifest(self.directory / str(step))
             self._own.append(step)
+            self._committed = step
             _commit_finished(step)
             self.delete(files.steps_to_delete(self._own, **self._keep))
         except BaseException as error:
             self._failure = self._failed(step, error)
-            if _is_primary():
-                unfinished = self.directory / f"{step}{files.UNFINISHED}"
-                shutil.rmtree(unfinished, ignore_errors=True)
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
+        if _is_primary():
+            shutil.rmtree(self.directory / f"{step}{files.UNFINISHED}", ignore_errors=True)
         last = None
         with contextlib.suppress(CheckpointError):
             last = max(files.scan(self.directory).whole, default=None)
@@ -318,6 +318,11 @@ class Checkpointer(files.CheckpointDirectory):
 
 
 # Between us and orbax
+
+
+def preload() -> None:
+    """Imports orbax, which takes a second or two, now and not inside of the training loop."""
+    _orbax()
 
 
 def _read(

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain import checkpoint_files as files
-from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint import Checkpointer, preload
 from jaxtrain.config import RunConfig, resume_differences, to_dict, versions
 from jaxtrain.data.order import ORDER_VERSION
 from jaxtrain.errors import CheckpointError, ConfigError
@@ -168,7 +168,9 @@ def begin(
         )
     if config.resume == "must":
         raise CheckpointError(f"resume=must, but {directory} holds no checkpoint.")
-    return checkpointer, _start_elsewhere(config, abstract, init)
+    start = _start_elsewhere(config, abstract, init)
+    preload()
+    return checkpointer, start
 
 
 def load(
