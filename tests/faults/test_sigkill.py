@@ -91,7 +91,6 @@ def test_a_language_model_too(tmp_path):
         "--optimizer.warmup_steps=2",
     )
     kills = [
-        ("metrics", "write 3 kill", None),
         ("committed", COMMITTED.format(1), 4),
         ("saving", IN_FLIGHT.format(1), 4),
     ]
@@ -123,4 +122,11 @@ def killed_and_whole(tmp_path, flags, kills, **options):
     assert set(found) == set(expected)
     for name in expected:
         assert found[name].tobytes() == expected[name].tobytes(), name
+    # No scratch file and no half of a checkpoint is left either.
+    assert names_in(killed) == names_in(whole)
+    assert names_in(killed / "checkpoints") == names_in(whole / "checkpoints")
     return killed
+
+
+def names_in(directory):
+    return sorted(path.name for path in directory.iterdir())
