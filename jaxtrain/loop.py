@@ -158,7 +158,10 @@ def fit(
         def init() -> TrainState:
             return init_state(model, tx, mesh, seed=config.seed, **options)
 
-        checkpointer, start = resume.begin(config, abstract, init=init)
+        fingerprint = train_data.fingerprint  # it may hash all of the data
+        checkpointer, start = resume.begin(
+            config, abstract, init=init, data_fingerprint=fingerprint
+        )
         stack.callback(checkpointer.close)
         evaluated_step = max(
             start.host.get("evaluated_step", 0), run_files.evaluated_step(config, start.step)
@@ -288,7 +291,11 @@ def fit(
                     progress.status("saving")
                     records.flush()
                     host = start.record(
-                        config, step, evaluated_step=evaluated_step, nonfinite=guard.counts()
+                        config,
+                        step,
+                        data_fingerprint=fingerprint,
+                        evaluated_step=evaluated_step,
+                        nonfinite=guard.counts(),
                     )
                     checkpointer.save(step, state, host)
                     saved_step = step

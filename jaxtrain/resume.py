@@ -36,7 +36,7 @@ import numpy as np
 
 from jaxtrain import checkpoint_files as files
 from jaxtrain.checkpoint import Checkpointer, preload
-from jaxtrain.config import RunConfig, resume_differences, to_dict, versions
+from jaxtrain.config import Difference, RunConfig, resume_differences, to_dict, versions
 from jaxtrain.data.order import ORDER_VERSION
 from jaxtrain.errors import CheckpointError, ConfigError
 
@@ -121,7 +121,11 @@ def samples_at(step: int, batch_sizes: Sequence[Sequence[int]]) -> int:
 
 
 def begin(
-    config: RunConfig, abstract: Any, *, init: Callable[[], Any] | None = None
+    config: RunConfig,
+    abstract: Any,
+    *,
+    init: Callable[[], Any] | None = None,
+    data_fingerprint: str = "",
 ) -> tuple[Checkpointer | NoCheckpoints, Start]:
     """Decides where a run begins, and restores the state if it begins from a checkpoint.
 
@@ -129,6 +133,8 @@ def begin(
         config: of the run.
         abstract: the train state as `jax.ShapeDtypeStruct` with shardings.
         init: makes the state with its initial values; called only for a partial restore.
+        data_fingerprint: of the training data, as `Start.record` saved it: a position means
+            nothing in other data.
 
     Raises:
         ConfigError: when the directory and the flags contradict each other.
@@ -150,7 +156,7 @@ def begin(
         directory, keep_last=options.keep_last, keep_every_steps=options.keep_every_steps
     )
     found = checkpointer.scan()
-    if found.whole and not _is_to_be_replaced(config, checkpointer):
+    if found.whole and not _is_to_be_replaced(config, checkpointer, data_fingerprint):
         return checkpointer, _continue(config, checkpointer, abstract)
     if found.whole:
         steps = list(found.whole)
@@ -201,13 +207,18 @@ def load(
 # Inside
 
 
-def _is_to_be_replaced(config: RunConfig, checkpointer: Checkpointer) -> bool:
+def _is_to_be_replaced(
+    config: RunConfig, checkpointer: Checkpointer, data_fingerprint: str
+) -> bool:
     """Whether the whole checkpoints make way for a new run; an error if they stand in its way."""
     options = config.checkpoint
     newest = max(checkpointer.committed_steps())
     host = checkpointer.read_host(newest)
     place = f"{checkpointer.directory} holds checkpoints up to step {newest}"
     fixed, _ = resume_differences(host.get("config", to_dict(config)), config)
+    trained_on = host.get("data_fingerprint", data_fingerprint)
+    if trained_on != data_fingerprint:
+        fixed.append(Difference("the training data's fingerprint", trained_on, data_fingerprint))
     source = host.get("origin", {}).get("restore_from", "")
     if config.resume == "never":
         refusal = f"resume=never, but {place}; {_WAYS_OUT}."

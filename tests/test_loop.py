@@ -25,6 +25,7 @@ from looping import (
 
 from jaxtrain import (
     CheckpointError,
+    ConfigError,
     ExitCode,
     NonFiniteError,
     checkpoint_files,
@@ -313,6 +314,15 @@ def test_the_samples_go_on_where_they_stopped_with_another_batch_size(tmp_path):
     options["num_steps"] = 10
     assert fit(config(tmp_path, **options), train_data=third).samples_seen == 152
     assert third.read_rows[0] == list(sample_indices(0, looping.NUM_ROWS, np.arange(132, 152)))
+
+
+def test_a_run_is_not_continued_on_other_data(tmp_path):
+    fit(config(tmp_path))
+    other = {name: values + 1 for name, values in looping.TRAIN.items()}
+    with pytest.raises(ConfigError, match=r"the training data's fingerprint: [^;]* -> "):
+        fit(config(tmp_path, num_steps=15), other)
+    continued = config(tmp_path / "new", num_steps=15, restore_from=str(tmp_path))
+    assert fit(continued, other).step == 15
 
 
 def test_a_longer_run_follows_its_own_schedule_from_there_on(tmp_path, caplog):
