@@ -82,8 +82,8 @@ def field(
 def override(cls: type["Config"], name: str, default: Any) -> Any:
     """Declares a field of a base class again, with another default.
 
-        class MyConfig(RunConfig):
-            num_steps: int = override(RunConfig, "num_steps", 500)
+    class MyConfig(RunConfig):
+        num_steps: int = override(RunConfig, "num_steps", 500)
     """
     (base,) = (f for f in dataclasses.fields(cls) if f.name == name)
     return dataclasses.field(default=default, metadata=base.metadata)

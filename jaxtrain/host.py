@@ -48,6 +48,9 @@ def _reason_against(environ: Mapping[str, str]) -> str:
                 return "off, in this kernel (transparent_hugepage/enabled is never)"
     except OSError:
         return "off, this kernel has none"
-    if not sys.orig_argv[1:] or sys.gettrace() is not None:
-        return "off, an interactive session or a debugger is not restarted"
+    # A notebook, a prompt, a script from standard input (it is used up) and a test runner would
+    # lose what they have done so far; they are no script of ours.
+    is_script = hasattr(sys.modules["__main__"], "__file__") and "pytest" not in sys.modules
+    if not is_script or sys.gettrace() is not None:
+        return "off, only a script is restarted, and not in a debugger"
     return ""

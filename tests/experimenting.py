@@ -91,16 +91,15 @@ def run(name: str, *words: Any, num_devices: int = 8) -> Ended:
         return parsed[-1]
 
     devices = jax.devices()[:num_devices]
+    main = importlib.import_module("jaxtrain.main")
     logger, handler = logging.getLogger("jaxtrain"), logging.StreamHandler(err)
     patches = [
         mock.patch.object(sys, "argv", [f"{name}.py", *map(str, words)]),
         mock.patch.object(flags, "parse", noting_parse),
         mock.patch.object(loop, "make_mesh", functools.partial(make_mesh, devices=devices)),
-        mock.patch.object(jax, "device_count", lambda: num_devices),
+        mock.patch.object(jax, "device_count", return_value=num_devices),
         # It would start the tests again.
-        mock.patch.object(
-            importlib.import_module("jaxtrain.main"), "restart_with_huge_pages", lambda: "on"
-        ),
+        mock.patch.object(main, "restart_with_huge_pages", return_value="on"),
         mock.patch.dict(os.environ),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
