@@ -35,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import bare_step
@@ -53,11 +53,7 @@ from jaxtrain.main import run_tool
 from jaxtrain.models.transformer import TransformerConfig, transformer
 
 WARMUP_STEPS = 3
-TOURNAMENT_ROUNDS = 5
 OVERHEAD_STEPS = 200
-
-BareSteps = Callable[[int], None]
-"""Does so many steps of the other side and waits for the last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,16 +129,17 @@ def main(config: BenchConfig) -> None:
 
 def compare(case: Case, blocks: int) -> dict[str, Any]:
     """Times `fit` against the fastest bare variant."""
-    data = text_of(case)
-    sides = {variant.name: bare_side(case, variant, data) for variant in bare_step.VARIANTS}
-    medians = tournament(sides, case.steps_per_block)
-    for name, seconds in medians.items():
-        print(f"{case.name}: bare, {name}: {1e3 * seconds:.1f} ms", flush=True)
-    fastest = min(medians, key=lambda name: medians[name])
-    bare = sides[fastest]
-    sides.clear()  # the losers' memory
-
-    model = transformer(case.model)
+    data, model = text_of(case), transformer(case.model)
+    sizes = bare_step.Sizes(
+        num_layers=case.model.num_layers,
+        embed_dim=case.model.embed_dim,
+        num_heads=case.model.num_heads,
+        mlp_dim=case.model.mlp_dim,
+        vocab_size=case.model.padded_vocab_size,
+    )
+    rows = np.arange(4 * case.batch_size).reshape(4, -1)
+    batches = [data.read(indices) for indices in rows]
+    fastest, bare = bare_step.fastest(sizes, batches, case.steps_per_block)
     config = RunConfig(global_batch_size=case.batch_size)
     turns = Turns(bare, blocks, case.steps_per_block)
     turns.run(model, lm_loss(model), data, config)
@@ -171,7 +168,7 @@ class Turns:
         steps: per block.
     """
 
-    def __init__(self, bare: BareSteps, blocks: int, steps: int) -> None:
+    def __init__(self, bare: bare_step.Steps, blocks: int, steps: int) -> None:
         self._bare, self._blocks, self._steps = bare, blocks, steps
         self._begin = 0.0
         self.ours: list[float] = []
@@ -207,44 +204,6 @@ class Turns:
         self._bare(self._steps)
         self.bare.append((time.perf_counter() - begin) / self._steps)
         self._begin = time.perf_counter()
-
-
-def bare_side(case: Case, variant: bare_step.Variant, data: Any) -> BareSteps:
-    """Compiles a bare variant; its batches are on the device before any clock runs."""
-    sizes = bare_step.Sizes(
-        num_layers=case.model.num_layers,
-        embed_dim=case.model.embed_dim,
-        num_heads=case.model.num_heads,
-        mlp_dim=case.model.mlp_dim,
-        vocab_size=case.model.padded_vocab_size,
-    )
-    step, init = bare_step.make_step(sizes, variant)
-    params, opt_state = init(0)
-    rows = np.arange(4 * case.batch_size).reshape(4, -1)
-    read = [data.read(indices) for indices in rows]
-    batches = [
-        jax.device_put({name: batch[name] for name in ("tokens", "targets")}) for batch in read
-    ]
-
-    def steps(num_steps: int) -> None:
-        nonlocal params, opt_state
-        for index in range(num_steps):
-            params, opt_state, loss = step(params, opt_state, batches[index % len(batches)])
-        jax.block_until_ready((params, opt_state, loss))
-
-    steps(2)
-    return steps
-
-
-def tournament(sides: Mapping[str, BareSteps], steps: int) -> dict[str, float]:
-    """Median seconds per step of every side, in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(TOURNAMENT_ROUNDS):
-        for name, side in sides.items():
-            begin = time.perf_counter()
-            side(steps)
-            seconds[name].append((time.perf_counter() - begin) / steps)
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -284,7 +243,7 @@ def python_overhead(blocks: int) -> list[float]:
     return [ours - bare for ours, bare in turns.pairs()]
 
 
-def same_step(init: Any, apply: Any, loss_fn: Any, data: Any, config: RunConfig) -> BareSteps:
+def same_step(init: Any, apply: Any, loss_fn: Any, data: Any, config: RunConfig) -> bare_step.Steps:
     """The step that `fit` compiles, called in a bare loop."""
     mesh = jaxtrain.make_mesh(config.mesh)
     abstract, _ = jax.eval_shape(init, jax.random.key(0))
