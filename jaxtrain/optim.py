@@ -114,11 +114,7 @@ def make_optimizer(
     no_clip = tree.select(abstract_params, config.no_clip, option="optimizer.no_clip")
     steps = []
     if config.clip_norm:
-        clip = clip_by_global_norm(config.clip_norm)
-        if any(jax.tree.leaves(no_clip)):
-            # Without extra arguments: the norm of all gradients is not the one that counts here.
-            clip = _where_not(no_clip, optax.GradientTransformation(clip.init, clip.update))
-        steps.append(clip)
+        steps.append(_where_not(no_clip, clip_by_global_norm(config.clip_norm)))
     if config.name == "adamw":
         steps.append(optax.scale_by_adam(config.b1, config.b2, config.eps))
     elif config.name == "lion":
@@ -143,39 +139,35 @@ def _where_not(
     return optax.masked(transformation, jax.tree.map(lambda marked: not marked, excluded))
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     """Scales gradients down to a global norm of at most `max_norm`.
 
-    Like optax's, but the norm can be given (`grad_norm=`) by who has taken it already, and
-    gradients within the norm are multiplied by exactly 1.
+    Like optax's, but the norm is written as the step's metric `grad_norm` is, so that XLA computes
+    it once, and gradients within the norm are multiplied by exactly 1.
     """
 
     def init(params: Any) -> optax.OptState:
         del params
         return optax.EmptyState()
 
-    def update(
-        updates: Any, state: optax.OptState, params: Any = None, *, grad_norm: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, Any]:
         del params
-        norm = tree.global_norm_f32(updates) if grad_norm is None else grad_norm
-        scale = max_norm / jnp.maximum(norm, max_norm)
+        scale = max_norm / jnp.maximum(tree.global_norm_f32(updates), max_norm)
         return jax.tree.map(lambda g: g * scale, updates), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformation(init, update)
 
 
-def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets an optimizer see parameters, gradients and its own state in float32."""
-    inner = optax.with_extra_args_support(optimizer)
 
     def cast(values: Any) -> Any:
         return optax.tree.cast(values, jnp.float32)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any):
-        return inner.update(cast(updates), state, cast(params), **extra)
+    def update(updates: Any, state: Any, params: Any = None):
+        return optimizer.update(cast(updates), state, cast(params))
 
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init(cast(params)), update)
+    return optax.GradientTransformation(lambda params: optimizer.init(cast(params)), update)
 
 
 def num_updates(opt_state: Any) -> jax.Array | None:
