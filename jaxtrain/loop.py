@@ -191,7 +191,7 @@ def fit(
         stack.callback(progress.close)
         progress.status("compiling the step")
         platform = mesh.devices.flat[0].platform
-        xla = compiler_options(config.xla_preset, platform, deterministic=config.deterministic)
+        xla = _compiler_options(config, platform)
         train_step = compile_step(
             make_train_step(
                 model,
@@ -364,7 +364,7 @@ def evaluate_run(
     abstract = placed_state(model, optax.identity(), mesh, rules=rules, ema=ema)
     state, _, step = resume.load(config.workdir, abstract, step=config.checkpoint.restore_step)
     platform = mesh.devices.flat[0].platform
-    xla = compiler_options(config.xla_preset, platform, deterministic=config.deterministic)
+    xla = _compiler_options(config, platform)
     evaluation = Evaluation(model, loss_fn, as_dataset(eval_data), mesh, rules, batch_size, xla)
     found = evaluation.run(state)
     assert found is not None
@@ -437,6 +437,15 @@ def _until[T](should_stop: Callable[[], bool], items: Iterable[T]) -> Iterator[T
         if should_stop():
             raise _ToldToStop
         yield item
+
+
+def _compiler_options(config: RunConfig, platform: str) -> dict[str, Any]:
+    return compiler_options(
+        config.xla_preset,
+        platform,
+        precision=config.precision,
+        deterministic=config.deterministic,
+    )
 
 
 def is_due(every_steps: int, step: int) -> bool:

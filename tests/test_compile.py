@@ -54,6 +54,28 @@ def test_presets_and_determinism_change_the_options():
         compiler_options("fast", "gpu")
 
 
+def test_bfloat16_convolutions_on_cpu_give_numbers():
+    """Two of them under a mean: left alone, XLA makes one kernel of it whose results are NaN."""
+    normal = lambda seed, *shape: jax.random.normal(  # noqa: E731
+        jax.random.key(seed), shape, jnp.bfloat16
+    )
+    x_BHWC, kernels = normal(0, 64, 4, 4, 16), (normal(1, 3, 3, 16, 32), normal(2, 3, 3, 32, 32))
+
+    def mean_of_two(x_BHWC, kernels):
+        for kernel in kernels:
+            dims = ("NHWC", "HWIO", "NHWC")
+            x_BHWC = jax.lax.conv_general_dilated(
+                x_BHWC, kernel / 16, (1, 1), "SAME", dimension_numbers=dims
+            )
+            x_BHWC = jnp.maximum(x_BHWC, 0)
+        return jnp.mean(x_BHWC, (1, 2))
+
+    options = compiler_options("default", "cpu", precision="bfloat16")
+    step = compile_step(mean_of_two, (x_BHWC, kernels), options=options)
+    found = np.asarray(step(x_BHWC, kernels), np.float32)
+    np.testing.assert_allclose(found, np.asarray(mean_of_two(x_BHWC, kernels), np.float32), 0.05)
+
+
 def test_unknown_options_and_bad_values_are_left_out_one_by_one():
     options = {
         "xla_no_such_option": 1,
