@@ -48,9 +48,9 @@ def _reason_against(environ: Mapping[str, str]) -> str:
                 return "off, in this kernel (transparent_hugepage/enabled is never)"
     except OSError:
         return "off, this kernel has none"
-    # A notebook, a prompt, a script from standard input (it is used up) and a test runner would
-    # lose what they have done so far; they are no script of ours.
-    is_script = hasattr(sys.modules["__main__"], "__file__") and "pytest" not in sys.modules
-    if not is_script or sys.gettrace() is not None:
+    # A notebook, a prompt, a script from standard input (it is used up; its __file__ is
+    # "<stdin>") and a test runner would lose what they have done so far.
+    is_script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", ""))
+    if not is_script or "pytest" in sys.modules or sys.gettrace() is not None:
         return "off, only a script is restarted, and not in a debugger"
     return ""
