@@ -58,5 +58,7 @@ for extra in "${extras[@]}"; do
 done
 
 # --locked: the versions of uv.lock, and an error when it no longer fits pyproject.toml.
-"$uv" sync --quiet --locked "${arguments[@]}" ||
+# --compile-bytecode: otherwise the first start compiles a thousand modules, and one that cannot
+# write into .venv/ does it every time.
+"$uv" sync --quiet --locked --compile-bytecode "${arguments[@]}" ||
     fail "uv sync failed; see its message above (if it speaks of the lock file: run 'uv lock' and commit uv.lock)"
