@@ -20,6 +20,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.fields import Config, Leaf, field, leaves, override, record_reads, unread
 from jaxtrain.resolve import (
     Difference,
+    changed,
     dump,
     from_dict,
     replace_paths,
@@ -36,6 +37,7 @@ __all__ = [
     "Leaf",
     "OptimizerConfig",
     "RunConfig",
+    "changed",
     "dump",
     "field",
     "from_dict",

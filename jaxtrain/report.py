@@ -6,7 +6,7 @@ WORKDIR` writes it again from the same files, on any machine; no backend is star
 Read, each only if it is there:
 
     metrics.jsonl   the records (`jaxtrain.metrics`)
-    config.json     {"config": {...}, "versions": {...}, "defaults": {dotted path: value}}
+    config.json     {"config": {...}, "versions": {...}, "changed": {dotted path: default}}
     run.json        {"describe": {name: value}, "compile_seconds": s, "wall_seconds": s,
                     "memory": {part: bytes}, "environment": {"devices": text, "command": text, ...}}
     audit.json      `Audit.to_json()`

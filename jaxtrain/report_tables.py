@@ -122,21 +122,14 @@ def setup(run: Run) -> str:
 
 def _configuration(run: Run) -> tuple[list[tuple[str, Any, Any]], list[tuple[str, Any]]]:
     """(path, value, default) of the fields that differ from their defaults; the other fields."""
-    defaults = run.config.get("defaults") or _run_defaults()
+    defaults = run.config.get("changed") or {}
     changed, rest = [], []
     for path, value in _flat(run.fields):
-        if path in defaults and defaults[path] != value:
+        if path in defaults:
             changed.append((path, value, defaults[path]))
         else:
             rest.append((path, value))
     return changed, rest
-
-
-def _run_defaults() -> dict[str, Any]:
-    """Defaults of the fields that every run has, for a config.json that does not name any."""
-    from jaxtrain.config import RunConfig, leaves
-
-    return {leaf.path: json.loads(json.dumps(leaf.default)) for leaf in leaves(RunConfig)}
 
 
 def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

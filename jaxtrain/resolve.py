@@ -152,6 +152,15 @@ def dump(config: Config, **records: Mapping[str, Any]) -> str:
     return json.dumps({"config": to_dict(config), **records}, indent=2) + "\n"
 
 
+def changed(config: Config) -> dict[str, Any]:
+    """Dotted path -> default, of every field that differs from it.
+
+    The default is that of the configuration's own class, so what an experiment declares with
+    another one is not a change; what a preset sets is.
+    """
+    return {leaf.path: leaf.default for leaf in leaves(config) if leaf.value != leaf.default}
+
+
 def versions() -> dict[str, str]:
     """Versions of everything a run stands on, for `config.json` and `jaxtrain version`."""
     from importlib import metadata  # slow to import, and no flag needs it
@@ -253,15 +262,16 @@ def resume_differences(
 
 def summary(config: Config, *, width: int = 100) -> str:
     """The essentials, and what differs from the defaults (given in brackets)."""
-    shown, changed = [], []
+    defaults = changed(config)
+    shown, others = [], []
     for leaf in leaves(config):
         text = f"{leaf.path}={show(leaf.value) or chr(39) * 2}"
         if leaf.path in _ESSENTIALS:
             shown.append(text)
-        elif leaf.value != leaf.default:
-            changed.append(f"{text} ({show(leaf.default) or chr(39) * 2})")
+        elif leaf.path in defaults:
+            others.append(f"{text} ({show(leaf.default) or chr(39) * 2})")
     lines = []
-    for title, parts in (("config", shown), ("changed", changed)):
+    for title, parts in (("config", shown), ("changed", others)):
         if parts:
             text = f"{title:<8}{'  '.join(parts)}"
             wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)

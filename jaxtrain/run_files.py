@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import RunConfig, dump, versions
+from jaxtrain.config import RunConfig, changed, dump, versions
 from jaxtrain.layout_audit import Audit
 from jaxtrain.metrics import (
     JsonlWriter,
@@ -94,7 +94,8 @@ def write_start(
 ) -> None:
     """Writes what is known at the start of a run.
 
-    `config.json`: the resolved configuration and the versions, to be given back with `--config`;
+    `config.json`: the resolved configuration, to be given back with `--config`, beside it the
+    versions and the defaults of the fields that were changed;
     `audit.json`: where every parameter lives; `run.json`: `describe`, the environment, and facts
     of the compiled step.
     """
@@ -108,7 +109,8 @@ def write_start(
         "command": " ".join(sys.orig_argv),
     }
     run = {"describe": dict(describe), "environment": environment, **facts}
-    replace_file(workdir / "config.json", dump(config, versions=versions()).encode())
+    text = dump(config, changed=changed(config), versions=versions())
+    replace_file(workdir / "config.json", text.encode())
     for name, content in (("audit.json", layout.to_json()), ("run.json", run)):
         replace_file(workdir / name, (json.dumps(content, indent=1) + "\n").encode())
 

@@ -74,7 +74,11 @@ def whole(tmp_path_factory) -> Path:
     config = {"num_steps": 400, "seed": 0, "mesh": "fsdp:8", "precision": "float32"}
     config |= {"optimizer": {"learning_rate": 0.5, "name": "adamw"}, "model": {"num_layers": 7}}
     files = {
-        "config.json": {"config": config, "versions": {"jax": "0.12.0", "python": "3.12.1"}},
+        "config.json": {
+            "config": config,
+            "changed": {"mesh": "fsdp:-1", "optimizer.learning_rate": 0.001},
+            "versions": {"jax": "0.12.0", "python": "3.12.1"},
+        },
         "run.json": {
             "describe": {
                 "bigram entropy": 2.9,
@@ -303,15 +307,16 @@ def test_configuration_shows_what_was_changed(workdir):
     assert "optimizer.learning_rate\n0.5\n0.001" in changed
     assert "seed" not in changed
     assert "seed\n0" in rest
-    assert "model.num_layers\n7" in rest  # an experiment's own field: its default is unknown
+    assert "model.num_layers\n7" in rest
+
+
+def test_a_configuration_without_a_list_of_changes_is_shown_whole(workdir):
     config = json.loads((workdir / "config.json").read_text())
-    defaults = {"model.num_layers": 4, "seed": 3}
-    (workdir / "config.json").write_text(json.dumps({**config, "defaults": defaults}))
+    del config["changed"]
+    (workdir / "config.json").write_text(json.dumps(config))
     _, text = render(workdir)
-    changed = text[text.index("changed from the default") :].split("the rest of")[0]
-    assert "model.num_layers\n7\n4" in changed
-    assert "seed\n0\n3" in changed
-    assert "mesh" not in changed
+    assert "changed from the default" not in text
+    assert "configuration (7 fields)" in text
 
 
 def test_layout_and_environment(whole):

@@ -115,6 +115,21 @@ def test_parameters_of_another_model_are_refused_by_name(workdir):
 # The configuration file
 
 
+def test_the_stored_configuration_names_what_was_changed_from_the_script_s_defaults(workdir):
+    """Also by a preset, but not what `train_lm.py` itself declares with another default."""
+    content = json.loads((workdir / "config.json").read_text())
+    assert content["config"]["optimizer"]["learning_rate"] == 3e-3  # OptimizerConfig has 1e-3
+    assert "optimizer.learning_rate" not in content["changed"]
+    assert content["changed"]["num_steps"] == 500  # RunConfig has 1000
+    assert content["changed"]["mesh"] == "fsdp:-1"
+    assert content["changed"]["model.embed_dim"] == 128
+    page = (workdir / "report.html").read_text()
+    assert "changed from the default" in page
+    shown = page[page.index("changed from the default") :].split("the rest of the")[0]
+    for path in content["changed"]:
+        assert f"<code>{path}</code>" in shown
+    assert shown.count("<tr>") == len(content["changed"])
+
 def test_the_resolved_configuration_given_back_is_the_same(workdir, lm_config):
     words = ["train_lm.py", f"--config={workdir / 'config.json'}"]
     assert flags.parse(words, type(lm_config)) == lm_config
