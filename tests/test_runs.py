@@ -130,6 +130,7 @@ def test_the_stored_configuration_names_what_was_changed_from_the_script_s_defau
         assert f"<code>{path}</code>" in shown
     assert shown.count("<tr>") == len(content["changed"])
 
+
 def test_the_resolved_configuration_given_back_is_the_same(workdir, lm_config):
     words = ["train_lm.py", f"--config={workdir / 'config.json'}"]
     assert flags.parse(words, type(lm_config)) == lm_config
