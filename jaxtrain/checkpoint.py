@@ -24,6 +24,7 @@ import functools
 import json
 import logging
 import os
+import queue
 import shutil
 import sys
 import threading
@@ -85,6 +86,7 @@ class Checkpointer(files.CheckpointDirectory):
         self._writing: tuple[int, dict[str, files.Array]] | None = None
         self._thread: threading.Thread | None = None
         self._committed: int | None = None
+        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._failure: CheckpointError | None = None
         self._is_reported = False
 
@@ -136,6 +138,11 @@ class Checkpointer(files.CheckpointDirectory):
         if self._failure is not None:
             self._is_reported = True
             raise self._failure
+
+    def newly_committed(self) -> list[int]:
+        """The steps whose saves were committed since the last call: each is named once."""
+        # Only the loop takes from the queue, so what it counts is there.
+        return [self._news.get() for _ in range(self._news.qsize())]
 
     def wait(self) -> None:
         """Waits until the save in flight is committed, and sees that it is there."""
@@ -296,6 +303,7 @@ class Checkpointer(files.CheckpointDirectory):
                 files.read_manifest(self.directory / str(step))
             self._own.append(step)
             self._committed = step
+            self._news.put(step)
             _commit_finished(step)
             self.delete(files.steps_to_delete(self._own, **self._keep))
         except BaseException as error:

@@ -127,6 +127,7 @@ def fit(
         NonFiniteError: when a loss, gradient or parameter is not finite (`config.nonfinite`).
         CheckpointError, DataError: when a checkpoint or the data cannot be used.
     """
+    began = time.perf_counter()
     setup_logging()
     preemption = Preemption()
     with preemption.watch(), contextlib.ExitStack() as stack:
@@ -221,7 +222,9 @@ def fit(
         stack.callback(records.close)
         if is_primary and config.workdir:
             facts = {"compile_seconds": train_step.compile_seconds, "memory": train_step.memory}
-            run_files.write_start(config, layout=layout, describe=describe or {}, **facts)
+            run_files.write_start(
+                config, start.step, layout=layout, describe=describe or {}, **facts
+            )
         profile = ProfileWindow(config.profile, config.workdir)
         stack.callback(profile.close)
 
@@ -282,12 +285,13 @@ def fit(
 
             # 2. Save: the flag of this very state was read, and its records are on the disk.
             checkpointer.check()
+            progress.committed(checkpointer.newly_committed())
             is_saving = is_end or is_due(config.checkpoint.every_steps, step)
             # Asked once: a signal between here and 3 must not stop a run that was not saved.
             is_told_to_stop = preemption.requested
             if step > saved_step and (is_saving or is_told_to_stop):
                 finish_step()
-                with clock.other():
+                with clock.saving():
                     progress.status("saving")
                     records.flush()
                     host = start.record(
@@ -324,11 +328,18 @@ def fit(
 
         finish_step()
         progress.status("waiting for the checkpoint")
-        checkpointer.wait()
+        with clock.saving():
+            checkpointer.wait()
+        progress.committed(checkpointer.newly_committed())
         is_evaluated = evaluation is None or evaluated_step >= step
         status = "finished" if is_end and is_evaluated else "preempted"
         stack.close()
         if is_primary and config.workdir:
+            run_files.write_end(
+                config,
+                wall_seconds=time.perf_counter() - began,
+                checkpoint_seconds=clock.checkpoint_seconds,
+            )
             run_files.write_report(config)
     samples_seen = resume.samples_at(step, start.batch_sizes)
     return FitResult(state, step, samples_seen, status, metrics, eval_metrics)

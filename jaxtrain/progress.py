@@ -12,7 +12,7 @@ import numbers
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from jaxtrain import units
@@ -167,6 +167,11 @@ class Progress:
         if record.get("eval_seconds") is not None:
             parts.append(f"({units.seconds(record['eval_seconds'])})")
         self.note("evaluation  " + "  ".join(parts))
+
+    def committed(self, steps: Iterable[int]) -> None:
+        """Notes that checkpoints are whole: from now on a kill loses no step before them."""
+        for step in steps:
+            self.note(f"checkpoint {step} committed")
 
     def note(self, text: str) -> None:
         """Logs a line: above the bar, or between the records."""

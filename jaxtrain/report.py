@@ -8,7 +8,8 @@ Read, each only if it is there:
     metrics.jsonl   the records (`jaxtrain.metrics`)
     config.json     {"config": {...}, "versions": {...}, "changed": {dotted path: default}}
     run.json        {"describe": {name: value}, "compile_seconds": s, "wall_seconds": s,
-                    "memory": {part: bytes}, "environment": {"devices": text, "command": text, ...}}
+                    "checkpoint_seconds": s, "memory": {part: bytes},
+                    "environment": {"devices": text, "command": text, ...}}
     audit.json      `Audit.to_json()`
 
 A number in `describe` whose name speaks of an entropy, a loss or a baseline is drawn into the loss

@@ -95,7 +95,7 @@ class Run:
         for steps, parts in zip(self.steps_covered(), self.step_parts, strict=True):
             for name, seconds in parts.items():
                 total[name] = total.get(name, 0.0) + steps * seconds
-        records = self.train + self.evals
+        records = [*self.train, *self.evals, self.run]
         total["evaluation"] = sum(positive(r.get("eval_seconds")) for r in records)
         total["checkpoint"] = sum(positive(r.get("checkpoint_seconds")) for r in records)
         total["compile"] = positive(self.run.get("compile_seconds"))

@@ -98,6 +98,10 @@ class NoCheckpoints:
     def check(self) -> None:
         """Nothing can fail."""
 
+    def newly_committed(self) -> list[int]:
+        """Nothing is committed."""
+        return []
+
     def wait(self) -> None:
         """Nothing is in flight."""
 

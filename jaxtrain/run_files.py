@@ -22,9 +22,12 @@ from jaxtrain.metrics import (
     replace_file,
 )
 
-__all__ = ["Writers", "evaluated_step", "open_writers", "write_report", "write_start"]
+__all__ = ["Writers", "evaluated_step", "open_writers", "write_end", "write_report", "write_start"]
 
 _logger = logging.getLogger("jaxtrain")
+
+_RUN = "run.json"
+_TIMES = ("wall_seconds", "checkpoint_seconds")
 
 
 class Writers:
@@ -90,14 +93,15 @@ def evaluated_step(config: RunConfig, step: int) -> int:
 
 
 def write_start(
-    config: RunConfig, *, layout: Audit, describe: Mapping[str, Any], **facts: Any
+    config: RunConfig, step: int, *, layout: Audit, describe: Mapping[str, Any], **facts: Any
 ) -> None:
     """Writes what is known at the start of a run.
 
     `config.json`: the resolved configuration, to be given back with `--config`, beside it the
     versions and the defaults of the fields that were changed;
     `audit.json`: where every parameter lives; `run.json`: `describe`, the environment, and facts
-    of the compiled step.
+    of the compiled step. Where the run is resumed (`step` > 0), the times of its earlier starts
+    are kept.
     """
     workdir = Path(config.workdir)
     device = jax.devices()[0]
@@ -108,11 +112,38 @@ def write_start(
         "cpu cores": os.cpu_count(),
         "command": " ".join(sys.orig_argv),
     }
-    run = {"describe": dict(describe), "environment": environment, **facts}
+    times = {name: _read_run(workdir).get(name, 0.0) if step else 0.0 for name in _TIMES}
+    run = {"describe": dict(describe), "environment": environment, **facts, **times}
     text = dump(config, changed=changed(config), versions=versions())
     replace_file(workdir / "config.json", text.encode())
-    for name, content in (("audit.json", layout.to_json()), ("run.json", run)):
-        replace_file(workdir / name, (json.dumps(content, indent=1) + "\n").encode())
+    _write_json(workdir / "audit.json", layout.to_json())
+    _write_json(workdir / _RUN, run)
+
+
+def write_end(config: RunConfig, **times: float) -> None:
+    """Adds the times of this start to those of the earlier ones, in `run.json`.
+
+    Args:
+        config: of the run.
+        **times: `wall_seconds`, all of it, and `checkpoint_seconds`, of the saves after the last
+            record, the wait for the last commit included.
+    """
+    path = Path(config.workdir) / _RUN
+    run = _read_run(path.parent)
+    _write_json(path, run | {name: run.get(name, 0.0) + times[name] for name in _TIMES})
+
+
+def _read_run(workdir: Path) -> dict[str, Any]:
+    """What `run.json` holds; nothing if it is not there or was spoilt by somebody."""
+    try:
+        content = json.loads((workdir / _RUN).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def write_report(config: RunConfig, *, only_if_stale: bool = False) -> None:

@@ -10,7 +10,7 @@ __all__ = ["StepClock"]
 class StepClock:
     """Adds up times between two records; `read` gives the means per step and starts anew.
 
-    Evaluations and saves are no part of a step: they go into `other`.
+    Evaluations and saves are no part of a step: they go into `other` and `saving`.
     """
 
     def __init__(self) -> None:
@@ -18,6 +18,8 @@ class StepClock:
 
     def _restart(self) -> None:
         self._begin = time.perf_counter()
+        self.checkpoint_seconds = 0.0
+        """How long saves have held the loop up since the last `read`."""
         self._steps = 0
         self._input_wait = self._device = self._read = self._h2d = self._other = 0.0
 
@@ -47,14 +49,23 @@ class StepClock:
         yield
         self._other += time.perf_counter() - begin
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Time in the block is that of a save; it does not belong to the steps either."""
+        begin = time.perf_counter()
+        with self.other():
+            yield
+        self.checkpoint_seconds += time.perf_counter() - begin
+
     def read(self) -> dict[str, float]:
         """Mean seconds per step since the last call; empty if no step was done.
 
         `step_seconds` is the whole step, `host_seconds` what remains of it after waiting for
         input and devices: Python around the step. `read_seconds` and `h2d_seconds` (host to
-        device) pass in the loader's thread, beside the step.
+        device) pass in the loader's thread, beside the step. `checkpoint_seconds`, where there was
+        a save, is no mean but the sum.
         """
-        steps = self._steps
+        steps, saves = self._steps, self.checkpoint_seconds
         total = time.perf_counter() - self._begin - self._other
         times = {
             "step_seconds": total,
@@ -64,4 +75,7 @@ class StepClock:
             "h2d_seconds": self._h2d,
         }
         self._restart()
-        return {name: seconds / steps for name, seconds in times.items()} if steps else {}
+        if not steps:
+            return {}
+        means = {name: seconds / steps for name, seconds in times.items()}
+        return means | ({"checkpoint_seconds": saves} if saves else {})

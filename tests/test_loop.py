@@ -1,8 +1,11 @@
 """The loop: its order, exact resume, one compilation, what it writes and when it gives up."""
 
 import itertools
+import json
+import logging
 import math
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +31,7 @@ from jaxtrain import (
     ConfigError,
     ExitCode,
     NonFiniteError,
+    checkpoint,
     checkpoint_files,
     loop,
     optim,
@@ -123,6 +127,59 @@ def test_every_record_has_the_time_of_its_own_steps(tmp_path):
     assert all(seconds > 0 for seconds in times)
 
 
+def test_the_record_after_a_save_says_how_long_it_held_the_loop_up(tmp_path, monkeypatch):
+    save = looping.Checkpointer.save
+
+    def slow_save(self, step, state, host):
+        time.sleep(0.2)
+        return save(self, step, state, host)
+
+    monkeypatch.setattr(looping.Checkpointer, "save", slow_save)
+    fit(config(tmp_path, num_steps=5, every_steps=2, log_every_steps=1))
+    lines = looping.read_records(tmp_path / "metrics.jsonl")
+    times = {r["step"]: r.get("checkpoint_seconds") for r in lines if not r.get("eval")}
+    assert {step for step, seconds in times.items() if seconds} == {3, 5}
+    assert times[3] >= 0.2
+    # No record follows the last save; the run's own file has it.
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert 0.2 <= run["checkpoint_seconds"] <= run["wall_seconds"] - 0.4
+
+
+def test_the_wall_time_of_every_start_of_a_run_is_added_up(tmp_path):
+    wall = []
+    for num_steps in (2, 4):
+        begin = time.perf_counter()
+        fit(config(tmp_path, num_steps=num_steps))
+        seconds = time.perf_counter() - begin
+        wall.append(json.loads((tmp_path / "run.json").read_text())["wall_seconds"])
+        # All but the report.
+        assert 0.5 * seconds < wall[-1] - sum(wall[:-1]) < seconds
+    # A new run in the same place begins at 0.
+    fit(config(tmp_path, num_steps=2, seed=1, overwrite=True))
+    assert json.loads((tmp_path / "run.json").read_text())["wall_seconds"] < wall[1]
+
+
+def test_a_committed_checkpoint_is_named_once_and_soon(tmp_path, monkeypatch, caplog):
+    """Checkpoint 2 is committed while step 4 is on its way: the next step boundary says so."""
+    committed = threading.Event()
+    monkeypatch.setattr(checkpoint, "_commit_finished", lambda step: committed.set())
+    said = {}
+
+    def on_step(step, metrics):
+        del metrics
+        if step == 3:
+            assert committed.wait(60)
+        said[step] = [m for m in caplog.messages if m.endswith(" committed")]
+
+    caplog.set_level(logging.INFO, "jaxtrain")
+    fit(config(tmp_path, num_steps=6, every_steps=2), on_step=on_step)
+    assert said[2] == []
+    assert said[4] == ["checkpoint 2 committed"]
+    assert [m for m in caplog.messages if m.endswith(" committed")] == [
+        f"checkpoint {step} committed" for step in (2, 4, 6)
+    ]
+
+
 def test_step_clock_counts_steps_that_are_done(monkeypatch):
     now = 0.0
     monkeypatch.setattr("jaxtrain.step_clock.time.perf_counter", lambda: now)
@@ -143,7 +200,16 @@ def test_step_clock_counts_steps_that_are_done(monkeypatch):
     assert times["host_seconds"] == (8 - 1.5 - 3 * 0.125 - 3.0) / 2
     assert times["read_seconds"] == 3.0 / 2
     assert times["h2d_seconds"] == 1.5 / 2
+    assert "checkpoint_seconds" not in times
     assert clock.read() == {}
+    with clock.saving():
+        now = 118.0
+    clock.done(1.0)
+    now = 120.0
+    times = clock.read()
+    assert times["step_seconds"] == 2
+    assert times["checkpoint_seconds"] == 10
+    assert clock.checkpoint_seconds == 0
 
 
 def test_cadences_of_zero_mean_never_but_the_end_counts(tmp_path):

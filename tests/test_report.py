@@ -196,6 +196,9 @@ def test_where_the_time_went(whole):
 def test_time_that_no_record_accounts_for(workdir):
     (workdir / "run.json").write_text(json.dumps({"wall_seconds": 100.0}))
     assert read_run(workdir).time_parts["other"] == pytest.approx(100 - 400 * 0.04 - 6.25)
+    (workdir / "run.json").write_text(json.dumps({"wall_seconds": 100, "checkpoint_seconds": 2}))
+    assert read_run(workdir).time_parts["checkpoint"] == 2.25
+    assert read_run(workdir).time_parts["other"] == pytest.approx(100 - 400 * 0.04 - 8.25)
     (workdir / "run.json").write_text(json.dumps({"wall_seconds": 1.0}))
     assert "other" not in read_run(workdir).time_parts
 
