@@ -39,7 +39,7 @@ from jaxtrain import checkpoint_files, optim, resume, run_files
 from jaxtrain.compile import CompiledStep, compile_step, compiler_options
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import Loader, eval_batches
-from jaxtrain.data.sources import Dataset, as_dataset
+from jaxtrain.data.sources import Dataset, as_dataset, require_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.evaluate import evaluate
 from jaxtrain.layout_audit import audit
@@ -142,6 +142,9 @@ def fit(
         check_batch_size(config.global_batch_size, config.accumulate_steps, mesh, rules)
         train_data = as_dataset(train_data)
         eval_data = None if eval_data is None else as_dataset(eval_data)
+        require_rows(train_data, "training")
+        if eval_data is not None:
+            require_rows(eval_data, "evaluation")
         ema_decay = config.optimizer.ema_decay
         learning_rate = frozen = None
         if tx is None:

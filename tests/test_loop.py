@@ -29,6 +29,7 @@ from looping import (
 from jaxtrain import (
     CheckpointError,
     ConfigError,
+    DataError,
     ExitCode,
     NonFiniteError,
     checkpoint,
@@ -232,6 +233,20 @@ def test_without_a_workdir_nothing_is_written(tmp_path, monkeypatch):
     result = fit(config(num_steps=2, eval_every_steps=1))
     assert (result.step, result.samples_seen, result.status) == (2, 16, "finished")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("part", ["training", "evaluation"])
+def test_data_without_rows_is_refused_before_anything_is_done(tmp_path, monkeypatch, part):
+    def refuse(*args, **kwargs):
+        raise AssertionError("it should not come to this")
+
+    monkeypatch.setattr(loop, "compile_step", refuse)
+    monkeypatch.setattr(loop.resume, "begin", refuse)
+    data = {"training": looping.TRAIN, "evaluation": looping.EVAL}
+    data[part] = {name: rows[:0] for name, rows in data[part].items()}
+    with pytest.raises(DataError, match=f"no {part} data in arrays: it has 0 samples; give data"):
+        fit(config(tmp_path / "run"), data["training"], data["evaluation"])
+    assert not (tmp_path / "run").exists()
 
 
 # Compilations (case B3)

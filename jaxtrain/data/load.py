@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxtrain.data.batch_placement import BatchPlacement
 from jaxtrain.data.order import sample_indices
 from jaxtrain.data.prefetch import Prefetcher
-from jaxtrain.data.sources import Dataset, as_dataset, name_of
+from jaxtrain.data.sources import Dataset, as_dataset, name_of, require_rows
 from jaxtrain.errors import DataError, JaxtrainError
 from jaxtrain.sharding import DEFAULT_RULES, ShardingRules, batch_sharding, check_batch_size
 
@@ -85,8 +85,7 @@ class Loader:
         check_batch_size(global_batch_size, accumulate_steps, mesh, rules)
         if position < 0:
             raise DataError(f"position={position} must not be negative")
-        if len(dataset) == 0:
-            raise DataError(f"no training data in {name_of(dataset)}: it has 0 samples")
+        require_rows(dataset, "training")
         if len(dataset) < global_batch_size:
             _log.warning(
                 "%s has %d samples, fewer than global_batch_size=%d: samples repeat within each"
@@ -156,8 +155,7 @@ def eval_batches(
     dataset = as_dataset(dataset)
     check_batch_size(batch_size, 1, mesh, rules)
     num_rows = len(dataset)
-    if num_rows == 0:
-        raise DataError(f"no evaluation data in {name_of(dataset)}: it has 0 samples")
+    require_rows(dataset, "evaluation")
     count = -(-num_rows // batch_size)
     if max_batches > 0:
         count = min(count, max_batches)

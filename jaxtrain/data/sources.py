@@ -49,6 +49,21 @@ def name_of(dataset: Dataset) -> str:
     return getattr(dataset, "name", None) or type(dataset).__name__
 
 
+def require_rows(dataset: Dataset, what: str) -> None:
+    """Refuses a dataset without rows.
+
+    Args:
+        dataset: any.
+        what: "training" or "evaluation", for the message.
+
+    Raises:
+        DataError: naming the dataset.
+    """
+    if len(dataset) == 0:
+        way_out = "give data, or none" if what == "evaluation" else "give data"
+        raise DataError(f"no {what} data in {name_of(dataset)}: it has 0 samples; {way_out}")
+
+
 class ArrayDataset:
     """Rows of arrays in memory (or mapped into it): {"image": [N, ...], "label": [N]}."""
 
