@@ -163,8 +163,9 @@ class CheckpointConfig(Config):
     partial_restore: str = _free(
         "",
         pattern=True,
-        help="parameters that --checkpoint.restore_from may lack or hold in another shape; they "
-        "keep their initial values: regular expression, searched in the path",
+        help="what is not read from --checkpoint.restore_from: it keeps its initial values, be it "
+        "there or not; regular expression, searched in the path of a parameter (head/; its moments "
+        "and average go with it) and of an array of the state (^(opt_state|step))",
     )
     overwrite: bool = _free(
         False, help="start anew in a directory that holds checkpoints; they are deleted"

@@ -207,6 +207,22 @@ def test_partial_restore_loads_the_rest_and_says_what_stays_initial(trained, cap
     assert "opt_state/1/0/nu/layer_1/bias" in caplog.text
 
 
+def test_partial_restore_leaves_what_it_matches_though_the_checkpoint_has_it(trained):
+    """As its help says: the pattern names what is not read, not what may be missing."""
+    mesh = toy.make_mesh(4, 2)
+    checkpointer = Checkpointer(trained[0] / "checkpoints", read_only=True)
+    initial, saved = toy.init_state(mesh), checkpointer.restore(3, toy.abstract_state(mesh))
+    options = {"partial": "^in/", "initial": lambda: toy.init_state(mesh)}
+    state = checkpointer.restore(3, toy.abstract_state(mesh), **options)
+    for found, before, trained_on in (
+        (state.params, initial.params, saved.params),
+        (state.opt_state[1][0].mu, initial.opt_state[1][0].mu, saved.opt_state[1][0].mu),
+    ):
+        toy.assert_bit_equal(found["in"], before["in"])
+        assert not np.array_equal(found["in"]["kernel"], trained_on["in"]["kernel"])
+        toy.assert_bit_equal(found["layer_0"], trained_on["layer_0"])
+
+
 def test_partial_restore_still_refuses_what_it_does_not_name(trained):
     mesh = toy.make_mesh(4, 2)
     checkpointer = Checkpointer(trained[0] / "checkpoints")
