@@ -45,7 +45,8 @@ def param_layouts(
     """Decides the storage layout of every parameter, in the order of `jax.tree.leaves`.
 
     A parameter's logical axes come from the model, else from the first path rule that is found in
-    its path. One that has neither is split over `fsdp` in its largest dim that divides.
+    its path. One that has neither is split over `fsdp` in its largest dim that divides. So a model
+    may give logical axes to a part of its parameters; `(None, None)` keeps one whole.
 
     Raises:
         ConfigError: naming every parameter whose dims do not divide, every unknown logical axis
@@ -99,7 +100,8 @@ def param_shardings(
 
     Args:
         abstract_params: parameters or their `jax.ShapeDtypeStruct`s.
-        logical_axes: a tree like the parameters with tuples as leaves, or None.
+        logical_axes: a tree like the parameters with tuples as leaves; None, there or in the
+            place of a leaf or a branch, or nothing at all, for those that have none.
         mesh: from `make_mesh`.
         rules: the storage table and path rules are read.
 
@@ -154,19 +156,19 @@ def opt_state_shardings(
     return jax.tree.unflatten(jax.tree.structure(abstract_opt_state), placed)
 
 
-def _labels(leaves: list[tuple[str, Any]], logical_axes: Any) -> dict[str, LogicalAxes | None]:
-    """Reads the model's logical axes by path, and checks that they fit the parameters."""
-    if logical_axes is None:
-        return {}
+def _labels(leaves: list[tuple[str, Any]], logical_axes: Any) -> dict[str, LogicalAxes]:
+    """Reads the logical axes that the model gives, by path; each has to be a parameter's."""
     is_label = lambda node: node is None or isinstance(node, tuple)  # noqa: E731
     entries = jax.tree_util.tree_leaves_with_path(logical_axes, is_leaf=is_label)
-    labels = {path_str(path): label for path, label in entries}
-    paths = {path for path, _ in leaves}
-    if labels.keys() != paths:
-        missing, extra = sorted(paths - labels.keys()), sorted(labels.keys() - paths)
+    labels = {path_str(path): label for path, label in entries if label is not None}
+    paths = [path for path, _ in leaves]
+    if extra := sorted(labels.keys() - set(paths)):
+        named = (
+            f"{path!r} (near: {', '.join(near_paths(path, paths)) or 'none'})" for path in extra
+        )
         raise ConfigError(
-            f"the model's logical axes must have the structure of its parameters; without axes:"
-            f" {missing or 'none'}, without a parameter: {extra or 'none'}"
+            f"the model gives logical axes to what is no parameter: {', '.join(named)}; the names"
+            f" must be those of the parameters"
         )
     return labels
 

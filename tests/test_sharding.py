@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import toy
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +23,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.gradients import make_grad_fn
 from jaxtrain.layout_audit import audit
 from jaxtrain.mesh import make_mesh
+from jaxtrain.models.functional import functional
 from jaxtrain.models.transformer import PRESETS, TransformerConfig, transformer
 from jaxtrain.sharding import (
     DEFAULT_RULES,
@@ -152,7 +154,7 @@ def test_b1_all_dims_that_do_not_divide_are_listed_at_once():
 
 def test_logical_axes_must_fit_the_parameters():
     mesh, params = mesh_of(CUBE), shapes(a=(8, 8), b=(8,))
-    with pytest.raises(ConfigError, match=r"without axes: \['b'\], without a parameter: \['c'\]"):
+    with pytest.raises(ConfigError, match=r"axes to what is no parameter: 'c' \(near: a, b\)"):
         param_shardings(params, {"a": (None, None), "c": ("embed",)}, mesh)
     with pytest.raises(ConfigError, match=r"'a' of shape \(8, 8\) has 1 logical axes"):
         param_shardings(params, {"a": ("embed",), "b": ("embed",)}, mesh)
@@ -174,8 +176,32 @@ def test_path_rules_place_what_carries_no_axes_and_size_places_the_rest():
 
 def test_axes_of_a_part_of_the_parameters_are_enough():
     params = shapes(a=(8, 16), b=(8, 16))
-    placed = param_shardings(params, {"a": ("mlp", "embed"), "b": None}, mesh_of("fsdp:8"))
-    assert specs(placed) == {"a": P(None, "fsdp"), "b": P(None, "fsdp")}
+    for axes in ({"a": ("mlp", "embed"), "b": None}, {"a": ("mlp", "embed")}):
+        placed = param_shardings(params, axes, mesh_of("fsdp:8"))
+        assert specs(placed) == {"a": P(None, "fsdp"), "b": P(None, "fsdp")}
+    # A path rule comes before the size, and a whole branch may have no axes.
+    params = {"part": shapes(a=(8, 16), b=(8, 16)), "c": params["a"]}
+    axes, rules = {"part": None, "c": (None, None)}, with_rules(paths=(("/b", ("embed", None)),))
+    placed = param_shardings(params, axes, mesh_of("fsdp:8"), rules)
+    assert specs(placed) == {"part": {"a": P(None, "fsdp"), "b": P("fsdp")}, "c": P()}
+
+
+def test_a_partly_annotated_module_is_split_as_much_as_one_without_annotations():
+    class Partly(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+            self.up = nnx.Linear(16, 32, kernel_init=init, rngs=rngs)
+            self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    for mesh, up in (("fsdp:8", P("fsdp")), ("fsdp:4,tensor:2", P("fsdp", "tensor"))):
+        result = audit(functional(Partly), mesh_of(mesh), optax.adamw(1e-3))
+        assert {row.path: row.spec for row in result.rows if row.group == "params"} == {
+            "params/up/kernel": up,
+            "params/up/bias": P("fsdp"),
+            "params/down/kernel": P("fsdp"),
+            "params/down/bias": P("fsdp"),
+        }
+        assert result.replicated_share == 0
 
 
 @pytest.mark.parametrize(

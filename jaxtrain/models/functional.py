@@ -39,7 +39,7 @@ class Model:
     """(params, model_state, batch, *, key, train) -> (outputs, new model_state)"""
     logical_axes: Any = None
     """Nested dict like the parameters; each leaf is a tuple with one logical axis name (or None)
-    per dimension. None for a model that declares none: path rules or sizes decide then."""
+    per dimension. Where a leaf or a branch is absent or None, path rules or sizes decide."""
     rows_are_independent: bool = True
     """False where outputs or loss of a row depend on other rows (a contrastive loss): the step is
     then left to XLA, to which the batch is whole on every mesh. Models with model_state are taken
@@ -182,7 +182,7 @@ def functional(
 
 
 def _annotated_axes(params_state: Any) -> Params | None:
-    """Returns the logical axes that the parameters are annotated with; None if none is.
+    """Returns the logical axes of the parameters that are annotated; None if none is.
 
     Layers stacked by `jax.vmap` keep the annotation of one layer: the new dimensions come first.
     """
@@ -192,11 +192,12 @@ def _annotated_axes(params_state: Any) -> Params | None:
         return None
     axes: Params = {}
     for (path, variable), given in zip(flat, names, strict=True):
+        if not given:
+            continue
         node = axes
         for name in path[:-1]:
             node = node.setdefault(str(name), {})
-        given = tuple(given or ())
-        node[str(path[-1])] = (None,) * (len(variable.shape) - len(given)) + given
+        node[str(path[-1])] = (None,) * (len(variable.shape) - len(given)) + tuple(given)
     return axes
 
 
