@@ -46,28 +46,34 @@ def _positive(record: Mapping[str, Any], name: str) -> float:
 
 
 # Dense peak FLOP/s of one device: (start of jax's device_kind, bfloat16, float32). The float32
-# column is what jax's default matmul precision uses for float32 arrays: TF32 units on Ampere and
-# later, bfloat16 passes on TPU (docs.jax.dev, "Matmul precision"). The first match counts; a
-# variant with other clocks (PCIe, NVL) is listed where its datasheet gives a number of its own.
+# column is what jax's default matmul precision uses for float32 arrays: TF32 units on NVIDIA GPUs
+# from Ampere on, one bfloat16 pass on TPU (docs.jax.dev/en/latest/201/precision.html). The first
+# match counts; a variant with other clocks (PCIe, NVL) is listed where it has numbers of its own.
+#
+# NVIDIA's pages list rates with 2:4 sparsity from Hopper on; they are halved here.
 _PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
-    # NVIDIA Tesla V100 datasheet (2020): no bfloat16 units; SXM2 only.
+    # "NVIDIA V100 Tensor Core GPU" datasheet, Jan 2020: single precision 15.7 (SXM2; 14 for PCIe,
+    # which is not listed). No bfloat16 units; the 125 of its tensor cores are float16.
     ("Tesla V100-SXM2", None, 15.7e12),
-    # NVIDIA A100 Tensor Core GPU datasheet (2021); the same for SXM4 and PCIe.
+    # "NVIDIA A100 Tensor Core GPU" datasheet, nvidia-1758950-r4: the same for SXM4 and PCIe.
     ("NVIDIA A100", 312e12, 156e12),
-    # NVIDIA H100 Tensor Core GPU datasheet (2022), halved: it lists 2:4 sparse rates.
+    # "NVIDIA H100 Tensor Core GPU Architecture", v1.04, table 2: dense rates with a decimal. The
+    # datasheet (nvidia.com/en-us/data-center/h100) rounds them to 1,979 and 989 with sparsity, and
+    # has 1,671 and 835 for NVL.
     ("NVIDIA H100 PCIe", 756e12, 378e12),
     ("NVIDIA H100 NVL", 835.5e12, 417.5e12),
     ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
-    # NVIDIA H200 Tensor Core GPU datasheet (2023), halved likewise.
+    # nvidia.com/en-us/data-center/h200: those of H100, 1,979 and 989; NVL 1,671 and 835.
     ("NVIDIA H200 NVL", 835.5e12, 417.5e12),
     ("NVIDIA H200", 989.4e12, 494.7e12),
-    # NVIDIA HGX B200 datasheet (2024), per GPU, dense.
+    # "NVIDIA Blackwell Architecture Technical Brief", 2024, HGX B200 per GPU: 4.5 and 2.2 PFLOPS
+    # with sparsity.
     ("NVIDIA B200", 2250e12, 1100e12),
-    # Google Cloud documentation, "TPU v5e", "TPU v5p", "TPU v6e": per chip.
-    ("TPU v5 lite", 197e12, 197e12),
+    # cloud.google.com/tpu/docs, pages v5e, v5p and v6e, "Peak compute per chip (bf16)".
+    ("TPU v5 lite", 197e12, 197e12),  # jax's name of v5e
     ("TPU v5e", 197e12, 197e12),
     ("TPU v5", 459e12, 459e12),  # jax's name of v5p
-    ("TPU v6", 918e12, 918e12),
+    ("TPU v6", 918e12, 918e12),  # "TPU v6 lite" is v6e
 )
 
 
