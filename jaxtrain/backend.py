@@ -150,17 +150,22 @@ def captured_stderr() -> Iterator[StderrLog]:
     """Records what goes to file descriptor 2, where XLA logs, and passes it on as it comes.
 
     A `tee` process does it rather than a thread: if XLA aborts this process, its last words still
-    reach the terminal. Without a `tee` nothing is recorded.
+    reach the terminal. Its copy is a file without a name, so that a kill leaves nothing behind.
+    Where there is no `tee`, or no /dev/fd, nothing is recorded.
     """
     log = StderrLog()
-    if shutil.which("tee") is None:
+    if shutil.which("tee") is None or not os.path.exists("/dev/fd"):
         yield log
         return
-    with tempfile.NamedTemporaryFile() as copy:
+    with tempfile.TemporaryFile() as copy:
         original = os.dup(2)
-        # In a session of its own, so that Ctrl-C does not end it before the last line.
         tee = subprocess.Popen(
-            ["tee", copy.name], stdin=subprocess.PIPE, stdout=original, start_new_session=True
+            ["tee", f"/dev/fd/{copy.fileno()}"],
+            stdin=subprocess.PIPE,
+            stdout=original,
+            pass_fds=(copy.fileno(),),
+            # So that Ctrl-C does not end it before the last line.
+            start_new_session=True,
         )
         assert tee.stdin is not None
         os.dup2(tee.stdin.fileno(), 2)
@@ -175,4 +180,5 @@ def captured_stderr() -> Iterator[StderrLog]:
                 tee.wait(timeout=2)
             except subprocess.TimeoutExpired:
                 _lingering.append(tee)
+            copy.seek(0)
             log.text = copy.read().decode(errors="replace")

@@ -57,9 +57,9 @@ _PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
     ("Tesla V100-SXM2", None, 15.7e12),
     # "NVIDIA A100 Tensor Core GPU" datasheet, nvidia-1758950-r4: the same for SXM4 and PCIe.
     ("NVIDIA A100", 312e12, 156e12),
-    # "NVIDIA H100 Tensor Core GPU Architecture", v1.04, table 2: dense rates with a decimal. The
-    # datasheet (nvidia.com/en-us/data-center/h100) rounds them to 1,979 and 989 with sparsity, and
-    # has 1,671 and 835 for NVL.
+    # "NVIDIA H100 Tensor Core GPU Architecture" (white paper), which has the dense rates with a
+    # decimal. The datasheet (nvidia.com/en-us/data-center/h100) says 1,979 and 989 with sparsity,
+    # and 1,671 and 835 for NVL.
     ("NVIDIA H100 PCIe", 756e12, 378e12),
     ("NVIDIA H100 NVL", 835.5e12, 417.5e12),
     ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),

@@ -271,6 +271,25 @@ def test_last_words_of_a_crash_reach_the_terminal():
     assert "check failed" in result.stderr
 
 
+def test_a_kill_in_a_capture_leaves_no_file_behind(tmp_path):
+    code = (
+        "import os; from jaxtrain.backend import captured_stderr\n"
+        "with captured_stderr():\n"
+        "    os.write(2, b'compiling'); os.kill(os.getpid(), 9)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == -9
+    assert "compiling" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---------------------------------------------------------------------------------------------
 # Backend and cache
 # ---------------------------------------------------------------------------------------------
