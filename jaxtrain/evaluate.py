@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.gradients import Sums
+from jaxtrain.losses import Sums
 
 EvalStep = Callable[[Any, Any, Mapping[str, jax.Array]], Sums]
 """(params, model_state, batch) -> Sums, compiled."""

@@ -36,16 +36,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain import tree
 from jaxtrain.errors import ConfigError
+from jaxtrain.losses import LossFn, Sums
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.placement import param_shardings
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules, as_axes
 from jaxtrain.sharding import check_batch_size, constrain, gather_stored, use_rules
-
-Sums = dict[str, tuple[jax.Array, jax.Array]]
-"""Name -> (sum, weight), float32 scalars; the mean is sum / weight, taken at the very end."""
-
-LossFn = Callable[[Any, Mapping[str, jax.Array], Any], Sums]
-"""(outputs, batch, params) -> Sums over the rows given. Rows must not depend on each other."""
 
 GradFn = Callable[..., tuple[Any, Sums, Any]]
 """(params, model_state, batch, step_key) -> (gradient of the summed loss, Sums, model_state)."""

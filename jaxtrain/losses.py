@@ -4,7 +4,7 @@ Cross-entropy over a large vocabulary is where a language model's memory goes: [
 vocab] scores in float32, and their gradient. `lm_loss` computes it in chunks of the length and
 never holds more than one chunk.
 
-Shapes: B batch, T length, D embed, V padded vocabulary, C length of a chunk.
+Shapes: B batch, T length, D embed, V padded vocabulary, C length of a chunk, R = B * C.
 """
 
 import functools
@@ -25,6 +25,8 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 """Name -> (sum, weight), float32 scalars; a mean is taken once, at the very end."""
 
 LossFn = Callable[[Any, Mapping[str, jax.Array], Any], Sums]
+"""(outputs, batch, params) -> Sums over the rows given, which must not depend on each other.
+`params` are what the model is applied to: if it calls `gather_param`, so must the loss."""
 
 # Finite, so that the gradient of a padding column is 0 and not NaN.
 _NEVER = -1e30
@@ -213,30 +215,31 @@ def _all_chunks(plan: _Plan, with_grads: bool, hidden_BTD, head_DV, targets_BT, 
 
 def _chunk(plan: _Plan, with_grads: bool, hidden_BCD, head_DV, targets_BC, mask_BC):
     """(sums, hidden_grad_BCD, head_grad_DV) of one chunk; None for gradients not asked for."""
-    scores_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD, head_DV, preferred_element_type=jnp.float32)
-    column_V = jnp.arange(head_DV.shape[1])[None, None, :]
+    # Positions of all rows in one dim, R: XLA multiplies matrices faster than larger arrays.
+    hidden_RD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
+    targets_R, mask_R = targets_BC.reshape(-1), mask_BC.reshape(-1)
+    scores_RV = jnp.matmul(hidden_RD, head_DV, preferred_element_type=jnp.float32)
+    column_V = jnp.arange(head_DV.shape[1])[None, :]
     if plan.vocab_size < head_DV.shape[1]:
-        scores_BCV = jnp.where(column_V < plan.vocab_size, scores_BCV, _NEVER)
+        scores_RV = jnp.where(column_V < plan.vocab_size, scores_RV, _NEVER)
     # A comparison instead of a gather: it stays local where the vocabulary is split.
-    is_target_BCV = column_V == targets_BC[..., None]
-    largest_BC = jnp.max(scores_BCV, -1)
-    exp_BCV = jnp.exp(scores_BCV - largest_BC[..., None])
-    sum_BC = jnp.sum(exp_BCV, -1)
-    log_z_BC = largest_BC + jnp.log(sum_BC)
-    target_BC = jnp.sum(jnp.where(is_target_BCV, scores_BCV, 0), -1)
-    nll = jnp.sum((log_z_BC - target_BC) * mask_BC)
-    z = plan.z_loss * jnp.sum(jnp.square(log_z_BC) * mask_BC)
+    is_target_RV = column_V == targets_R[:, None]
+    largest_R = jnp.max(scores_RV, -1)
+    exp_RV = jnp.exp(scores_RV - largest_R[:, None])
+    sum_R = jnp.sum(exp_RV, -1)
+    log_z_R = largest_R + jnp.log(sum_R)
+    target_R = jnp.sum(jnp.where(is_target_RV, scores_RV, 0), -1)
+    nll = jnp.sum((log_z_R - target_R) * mask_R)
+    z = plan.z_loss * jnp.sum(jnp.square(log_z_R) * mask_R)
     sums = (nll + z, nll, z)
     if not with_grads:
         return sums, None, None
-    scale_BC = mask_BC * (1 + 2 * plan.z_loss * log_z_BC) / sum_BC
-    grad_BCV = exp_BCV * scale_BC[..., None] - jnp.where(is_target_BCV, mask_BC[..., None], 0)
-    grad_BCV = grad_BCV.astype(hidden_BCD.dtype)
-    hidden_grad_BCD = jnp.einsum("bcv,dv->bcd", grad_BCV, head_DV)
+    scale_R = mask_R * (1 + 2 * plan.z_loss * log_z_R) / sum_R
+    grad_RV = exp_RV * scale_R[:, None] - jnp.where(is_target_RV, mask_R[:, None], 0)
+    grad_RV = grad_RV.astype(hidden_RD.dtype)
+    hidden_grad_BCD = jnp.einsum("rv,dv->rd", grad_RV, head_DV).reshape(hidden_BCD.shape)
     # Summed over chunks and devices in float32.
-    head_grad_DV = jnp.einsum(
-        "bcv,bcd->dv", grad_BCV, hidden_BCD, preferred_element_type=jnp.float32
-    )
+    head_grad_DV = jnp.einsum("rd,rv->dv", hidden_RD, grad_RV, preferred_element_type=jnp.float32)
     return sums, hidden_grad_BCD, head_grad_DV
 
 

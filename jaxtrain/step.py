@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from jaxtrain import optim, tree
 from jaxtrain.errors import ConfigError
-from jaxtrain.gradients import Layout, LossFn, Sums, check_sums, make_grad_fn, mask_of, probe
+from jaxtrain.gradients import Layout, check_sums, make_grad_fn, mask_of, probe
+from jaxtrain.losses import LossFn, Sums
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
 from jaxtrain.sharding import use_rules

@@ -111,8 +111,3 @@ def global_norm_f32(tree: Any) -> jax.Array:
 def num_elements(tree: Any) -> int:
     """Number of array elements in all leaves together."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
-def num_bytes(tree: Any) -> int:
-    """Bytes of all leaves together, whole (not per device)."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -379,8 +379,27 @@ def test_dropout_sites_and_rate():
     assert dropout(x, None, 0, 0.5) is x
 
 
-@pytest.mark.parametrize("mesh", ["fsdp:8", "data:2,fsdp:2,tensor:2"])
-def test_every_mesh_gives_the_same_hidden_states(mesh):
+SPLIT_LENGTH = dataclasses.replace(
+    DEFAULT_RULES,
+    compute={
+        **DEFAULT_RULES.compute,
+        "length": "tensor",
+        "heads": None,
+        "kv_heads": None,
+        "mlp": None,
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [
+        ("fsdp:8", DEFAULT_RULES),
+        ("data:2,fsdp:2,tensor:2", DEFAULT_RULES),
+        ("data:2,fsdp:2,tensor:2", SPLIT_LENGTH),
+    ],
+)
+def test_every_layout_gives_the_same_hidden_states(mesh, rules):
     config = dataclasses.replace(STYLES["llama3"], num_heads=4, embed_dim=32)
     model = transformer(config)
     params, tokens = random_params(model), tokens_of(config, rows=8)
@@ -389,12 +408,10 @@ def test_every_mesh_gives_the_same_hidden_states(mesh):
 
     @jax.jit
     def apply(params, tokens):
-        with use_rules(mesh):
+        with use_rules(mesh, rules):
             return model.apply(params, {}, {"tokens": tokens}, key=None, train=True)[0]
 
-    placed = jax.device_put(
-        params, param_shardings(params, model.logical_axes, mesh, DEFAULT_RULES)
-    )
+    placed = jax.device_put(params, param_shardings(params, model.logical_axes, mesh, rules))
     hidden = np.asarray(apply(placed, tokens))
     np.testing.assert_allclose(logits(model, params, hidden), expected, rtol=1e-4, atol=1e-4)
 

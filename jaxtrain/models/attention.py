@@ -1,7 +1,7 @@
 """Causal self-attention: rotary positions, grouped queries, q/k-norm, key/value cache.
 
 Shapes: B batch, T query length, S key length, D embed, N query heads, K key/value heads,
-G query heads per key/value head (N = K * G), H head dim.
+G query heads per key/value head (N = K * G), M queries per key/value head (T * G), H head dim.
 """
 
 import math
@@ -37,13 +37,11 @@ class Attention(nnx.Module):
         self.implementation = implementation
 
         def project(outputs):
-            return Projection(
-                "btd,dnh->btnh", embed, outputs, use_bias=config.use_bias, init=normal(), rngs=rngs
-            )
+            return Projection(embed, outputs, use_bias=config.use_bias, init=normal(), rngs=rngs)
 
         self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
         self.o = Projection(
-            "btnh,nhd->btd", heads, embed,
+            heads, embed,
             use_bias=config.use_bias, init=residual_init(config.num_layers), rngs=rngs,
         )  # fmt: skip
         self.qk_norm = config.qk_norm
@@ -130,19 +128,24 @@ def attend(
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = (q_BTNH * (1 / math.sqrt(H))).reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible_BTS[:, None, None], scores, _MASKED)
+    G = N // K
+    # M = T * G, all queries of a key/value head: a product that sums over one dim instead of T and
+    # G needs no transposed copy of the scores, a third of the attention's time on CPU.
+    q_BTKGH = (q_BTNH * (1 / math.sqrt(H))).reshape(B, T, K, G, H)
+    q_BKMH = jnp.swapaxes(q_BTKGH, 1, 2).reshape(B, K, T * G, H)
+    k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+    scores = jnp.einsum("bkmh,bksh->bkms", q_BKMH, k_BKSH, preferred_element_type=jnp.float32)
+    scores = jnp.where(jnp.repeat(visible_BTS, G, axis=1)[:, None], scores, _MASKED)
     # The maximum cancels in the quotient: it needs no gradient.
     largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
     weights = jnp.exp(scores - largest)
-    sums_BKGT = jnp.sum(weights, -1)
-    a_BTKGH = jnp.einsum(
-        "bkgts,bskh->btkgh", weights.astype(v_BSKH.dtype), v_BSKH,
+    a_BKMH = jnp.einsum(
+        "bkms,bksh->bkmh", weights.astype(v_BKSH.dtype), v_BKSH,
         preferred_element_type=jnp.float32,
     )  # fmt: skip
-    a_BTKGH /= jnp.transpose(sums_BKGT, (0, 3, 1, 2))[..., None]
-    return a_BTKGH.astype(q_BTNH.dtype).reshape(B, T, N, H)
+    a_BKMH /= jnp.sum(weights, -1, keepdims=True)
+    a_BTKGH = jnp.swapaxes(a_BKMH.astype(q_BTNH.dtype).reshape(B, K, T, G, H), 1, 2)
+    return a_BTKGH.reshape(B, T, N, H)
 
 
 class Rotation(NamedTuple):

@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
         self.final_norm = Norm(config.norm, "embed", width, epsilon=config.norm_epsilon, rngs=rngs)
         if not config.tie_embeddings:
             self.head = Projection(
-                "btd,dv->btv", (("embed", width),), (("vocab", vocab),), init=normal(), rngs=rngs
+                (("embed", width),), (("vocab", vocab),), init=normal(), rngs=rngs
             )
 
     def __call__(
