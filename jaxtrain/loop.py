@@ -4,7 +4,8 @@
         1. evaluate, if due            (nothing is in flight but the last step)
         2. save, if due                (after the flag of the state's own step was read)
         3. stop, if done or asked to
-        4. take the next batch         (a thread has put it on the devices already)
+        4. take the next batch         (a thread has put it on the devices already; a signal ends
+                                        the wait for one that does not come)
         5. dispatch the step           (asynchronous: the devices begin, Python goes on)
         6. fetch the metrics of the step *before* it, and log them
 
@@ -39,6 +40,7 @@ from jaxtrain import checkpoint_files, optim, resume, run_files
 from jaxtrain.compile import CompiledStep, compile_step, compiler_options
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import Loader, eval_batches
+from jaxtrain.data.prefetch import Interrupted, interrupt
 from jaxtrain.data.sources import Dataset, as_dataset, require_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.evaluate import evaluate
@@ -129,7 +131,7 @@ def fit(
     """
     began = time.perf_counter()
     setup_logging()
-    preemption = Preemption()
+    preemption = Preemption(wake=interrupt)
     with preemption.watch(), contextlib.ExitStack() as stack:
         # Everything that can be refused is refused here, before anything is compiled.
         if config.workdir:
@@ -313,7 +315,10 @@ def fit(
 
             # 4. Take the next batch.
             begin = time.perf_counter()
-            loaded = next(batches)
+            try:
+                loaded = next(batches)
+            except Interrupted:
+                continue  # to save the state of the last step and stop, as after any step
             clock.batch(time.perf_counter() - begin, loaded.read_seconds, loaded.h2d_seconds)
 
             # 5. Dispatch the step: the devices begin.
@@ -447,10 +452,15 @@ class _ToldToStop(Exception):
 
 
 def _until[T](should_stop: Callable[[], bool], items: Iterable[T]) -> Iterator[T]:
-    for item in items:
+    try:
+        for item in items:
+            if should_stop():
+                raise _ToldToStop
+            yield item
+    except Interrupted:
         if should_stop():
-            raise _ToldToStop
-        yield item
+            raise _ToldToStop from None
+        raise
 
 
 def _compiler_options(config: RunConfig, platform: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxtrain.errors import ExitCode
 
@@ -28,7 +28,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Preemption:
     """Whether the run was asked to end; see `watch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        """Watches nothing yet.
+
+        Args:
+            wake: called at the first signal, for a main thread that may be waiting for something;
+                in another thread or in a signal handler.
+        """
+        self._wake = wake
         self._is_interactive = hasattr(sys, "ps1")
         self._event = threading.Event()
         self._has_progress = False
@@ -100,6 +107,7 @@ class Preemption:
 
     def _request(self, number: signal.Signals) -> None:
         self._event.set()
+        self._wake()
         _say(f"{number.name}: finishing the step, then saving; once more to leave at once")
 
 

@@ -17,7 +17,7 @@ from jaxtrain.data import prefetch
 from jaxtrain.data.batch_placement import BatchPlacement
 from jaxtrain.data.load import Loader, eval_batches
 from jaxtrain.data.order import sample_indices
-from jaxtrain.data.prefetch import Prefetcher
+from jaxtrain.data.prefetch import Interrupted, Prefetcher, interrupt
 from jaxtrain.data.sources import ArrayDataset, Dataset, RecordDataset, as_dataset
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.mesh import make_mesh
@@ -421,6 +421,24 @@ def test_after_close_the_loader_says_so():
     with pytest.raises(RuntimeError, match="the loader of numbers is closed"):
         next(loader)
     loader.close()
+
+
+def test_an_interrupted_wait_loses_no_batch():
+    release = threading.Event()
+    loader = Loader(
+        Rows(100, lambda indices: release.wait(60) and None),
+        mesh_of("data:1", 1),
+        global_batch_size=4,
+        shuffle=False,
+    )
+    with loader:
+        timer = threading.Timer(0.05, interrupt)
+        timer.start()
+        with pytest.raises(Interrupted):
+            next(loader)
+        timer.join()
+        release.set()
+        assert [next(loader).position for _ in range(3)] == [0, 4, 8]
 
 
 def test_close_frees_the_batches_that_wait():

@@ -16,6 +16,8 @@ import pytest
 from processes import finished, started
 
 from jaxtrain import ExitCode
+from jaxtrain.data import prefetch
+from jaxtrain.data.sources import ArrayDataset
 from jaxtrain.preemption import Preemption
 
 RARELY = "--checkpoint.every_steps=1000"
@@ -55,6 +57,19 @@ def test_sigterm_in_a_step_saves_leaves_and_goes_on(tmp_path, whole):
     code, output = finished(tmp_path, RARELY)
     assert code == 0
     assert "resumed from step 8 of 10" in output
+    assert_same_result(tmp_path, whole)
+
+
+def test_sigterm_while_a_step_waits_for_data_that_does_not_come(tmp_path, whole):
+    with started(tmp_path, RARELY, at="read 8 hang") as run:
+        run.wait_for("at read 8")
+        run.wait_for("step  6/10")  # step 7 is on its way, and there is no batch for step 8
+        run.signal(signal.SIGTERM)
+        begin = time.monotonic()
+        assert run.end() == 75
+        assert time.monotonic() - begin < 60
+    assert looping.saved_steps(tmp_path) == [7]
+    assert finished(tmp_path, RARELY)[0] == 0
     assert_same_result(tmp_path, whole)
 
 
@@ -169,6 +184,54 @@ def test_an_interrupt_in_a_session_ends_the_run_with_a_checkpoint(tmp_path, inte
     assert f"SIGINT: {NOTICED}" in capsys.readouterr().err
     assert looping.fit(run).status == "finished"
     assert [record["step"] for record in looping.train_records(tmp_path)] == list(range(1, 11))
+
+
+class Stalled(ArrayDataset):
+    """Interrupts the process in one of its reads, which ends when the run has."""
+
+    def __init__(self, arrays, number):
+        super().__init__(arrays)
+        self.number, self.reads = number, 0
+        self.interrupts, self.has_ended = threading.Event(), threading.Event()
+
+    def read(self, indices):
+        self.reads += 1
+        if self.reads == self.number:
+            assert self.interrupts.wait(60)
+            interrupt()
+            assert self.has_ended.wait(60)
+        return super().read(indices)
+
+
+def test_an_interrupt_ends_the_wait_for_data(tmp_path, interactive, monkeypatch):
+    monkeypatch.setattr(prefetch, "JOIN_SECONDS", 0.1)
+    data = Stalled(looping.TRAIN, 5)
+    run = looping.config(tmp_path, every_steps=1000)
+
+    def on_step(step, metrics):
+        del metrics
+        if step == 3:  # step 4 is on its way, and there is no batch for step 5
+            data.interrupts.set()
+
+    result = looping.fit(run, data, on_step=on_step)
+    data.has_ended.set()
+    assert (result.status, result.step) == ("preempted", 4)
+    assert looping.saved_steps(tmp_path) == [4]
+    assert looping.fit(run, data).status == "finished"
+    assert [record["step"] for record in looping.train_records(tmp_path)] == list(range(1, 11))
+
+
+def test_an_interrupt_ends_the_wait_for_evaluation_data(tmp_path, interactive, monkeypatch):
+    monkeypatch.setattr(prefetch, "JOIN_SECONDS", 0.1)
+    data = Stalled(looping.EVAL, 2)
+    data.interrupts.set()
+    run = looping.config(tmp_path, every_steps=1000, eval_every_steps=3)
+    result = looping.fit(run, eval_data=data)
+    data.has_ended.set()
+    assert (result.status, result.step) == ("preempted", 3)
+    assert looping.saved_steps(tmp_path) == [3]
+    assert looping.fit(run, eval_data=data).status == "finished"
+    assert [record["step"] for record in looping.eval_records(tmp_path)] == [3, 6, 9, 10]
 
 
 def test_an_interrupt_before_the_first_step_is_an_exception_in_a_session(

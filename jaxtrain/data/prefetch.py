@@ -13,8 +13,22 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-JOIN_SECONDS = 10.0
+JOIN_SECONDS = 5.0
 """How long `close` waits for a call in progress, e.g. a read from a file system that hangs."""
+
+
+class Interrupted(Exception):
+    """There is no item yet, and `interrupt` was called: whoever waits may have to stop."""
+
+
+def interrupt() -> None:
+    """Ends every wait for an item: the consumer gets `Interrupted`, once.
+
+    A consumer that does not wait gets it after the items that are ready. No item is lost. May be
+    called in any thread and in a signal handler.
+    """
+    for thread in tuple(_running):
+        thread.ready.put((None, Interrupted()))
 
 
 class Prefetcher:
@@ -22,8 +36,8 @@ class Prefetcher:
 
     The consumer pays for two hand-overs between queues that are written in C, about a microsecond.
     An exception in the thread is raised where the consumer asks for the item that failed, and
-    again on each later call. `close` (or the end of a `with` block, garbage collection, or the
-    end of the interpreter) ends the thread.
+    again on each later call; `Interrupted` is raised once. `close` (or the end of a `with` block,
+    garbage collection, or the end of the interpreter) ends the thread.
 
     `make` must not hold a reference to the Prefetcher's owner, or garbage collection cannot help.
     """
@@ -59,7 +73,8 @@ class Prefetcher:
             raise self._ended
         item, error = self._thread.ready.get()
         if error is not None:
-            self._ended = error
+            if not isinstance(error, Interrupted):
+                self._ended = error
             raise error
         self._thread.free.put(None)
         return item
@@ -132,7 +147,7 @@ class _Thread(threading.Thread):
         self.ready.put((None, RuntimeError(f"{self.name} is closed")))
 
 
-_running: "weakref.WeakSet[_Thread]" = weakref.WeakSet()
+_running: set[_Thread] = set()
 
 
 @functools.cache

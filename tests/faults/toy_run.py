@@ -148,16 +148,25 @@ def build(config: ToyConfig) -> Experiment:
     import looping
 
     from jaxtrain.data.order import sample_indices
+    from jaxtrain.data.sources import ArrayDataset
 
     train_data = {name: array.copy() for name, array in looping.TRAIN.items()}
     if config.spoil:
         first = (config.spoil - 1) * config.global_batch_size
         row = sample_indices(config.seed, looping.NUM_ROWS, np.array([first]))
         train_data["x"][row, 0] = np.nan
+
+    class Watched(ArrayDataset):
+        """The rows, with the moment `read`."""
+
+        def read(self, indices):
+            moments("read", len(indices))
+            return super().read(indices)
+
     experiment = Experiment(
         model=looping.NOISY,
         loss_fn=looping.loss_fn,
-        train_data=train_data,
+        train_data=Watched(train_data),
         eval_data=looping.EVAL,
     )
     return watched(experiment, config, moments)
