@@ -302,7 +302,9 @@ class RunConfig(Config):
         help="auto: transparent huge pages for malloc on CPU, where the C library has them",
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Flags `--optimizer.NAME`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Flags `--checkpoint.NAME`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,6 +32,7 @@ class JaxtrainError(Exception):
     """Base of all errors that a user can cause or must act on."""
 
     exit_code: ExitCode = ExitCode.ERROR
+    """What a script leaves with after this error."""
 
 
 class ConfigError(JaxtrainError, ValueError):

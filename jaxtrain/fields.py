@@ -57,6 +57,9 @@ def field(
         pattern: the text is a regular expression; it is compiled to see that it is one.
         used_when: sibling field -> values with which this field is read at all. With any other
             value of the sibling, changing this field from its default is an error.
+
+    Raises:
+        TypeError: with no default, or two.
     """
     meta = Meta(
         help=help,

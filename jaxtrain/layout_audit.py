@@ -188,6 +188,9 @@ def audit(
         allow_replicated: see `Audit.check`; 1 allows everything.
         ema: whether the state has a moving average of the parameters.
 
+    Returns:
+        One row per array; print its `table()` or `short()`.
+
     Raises:
         ConfigError: as `Audit.check` and `param_layouts` do.
     """

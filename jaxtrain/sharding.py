@@ -113,7 +113,18 @@ def shard_batch(
 ) -> dict[str, jax.Array]:
     """Puts a batch of host arrays [B, ...], which holds all global rows, onto the mesh.
 
-    With `accumulate_steps` > 1 micro-batch m gets the rows [m * b, (m + 1) * b), b = B / steps.
+    Args:
+        batch: name -> array with rows in dim 0, as many in each.
+        mesh: from `make_mesh`.
+        rules: over which mesh axes the logical axis "batch" goes.
+        accumulate_steps: number A of micro-batches; if more than 1, micro-batch m gets the rows
+            [m * b, (m + 1) * b), b = B / A.
+
+    Returns:
+        name -> array [B, ...], or [A, b, ...] if A > 1.
+
+    Raises:
+        ConfigError: when the arrays differ in their number of rows, or it does not divide.
     """
     rows = {name: np.shape(array)[:1] for name, array in batch.items()}
     if not rows or len(set(rows.values())) != 1 or () in rows.values():

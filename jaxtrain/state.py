@@ -31,9 +31,11 @@ class TrainState:
     step: jax.Array
     """int32 scalar: optimizer steps done."""
     params: Any
+    """Nested dict of the model's parameters, float32 unless the model has others."""
     model_state: Any
     """What a model carries besides parameters (batch statistics); often empty."""
     opt_state: Any
+    """What the optimizer's `init` made of the parameters."""
     ema_params: Any = None
     """Moving average of the parameters; None unless asked for."""
     key: jax.Array
@@ -110,6 +112,17 @@ def init_state(
     One compiled program makes all of it: each device computes its own shards, so no whole
     parameter ever exists on one device or on the host. The values depend on `seed` alone, not on
     the mesh.
+
+    Args:
+        model: a Model or a pair (init, apply).
+        tx: the optimizer, e.g. of `optim.make_optimizer`.
+        mesh: from `make_mesh`.
+        rules: which logical axes are stored over which mesh axes.
+        seed: of the parameters and of the state's key.
+        ema: whether to keep a moving average of the parameters, which begins as a copy.
+
+    Raises:
+        ConfigError: when parameters do not divide over the mesh, or are no arrays.
     """
     abstract = abstract_state(model, tx, seed=seed, ema=ema)
     shardings = state_shardings(abstract, model, mesh, rules)
@@ -125,7 +138,11 @@ def init_fn(
 
 
 def num_params(model: Model | tuple) -> int:
-    """Counts the parameters of a model, without the rows that only pad its vocabulary."""
+    """Counts the parameters of a model, without the rows that only pad its vocabulary.
+
+    Args:
+        model: a Model or a pair (init, apply); nothing is computed.
+    """
     model = as_model(model)
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     return num_elements(params) - model.num_padding_params

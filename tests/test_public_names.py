@@ -1,9 +1,14 @@
 """The public names: a golden list, each there on first use, and nothing loaded before it."""
 
+import ast
 import importlib
+import inspect
+import itertools
 import pkgutil
+import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -56,6 +61,45 @@ def test_every_public_name_is_there(name):
     value = getattr(jaxtrain, name)
     # Where a class or function says where it is from, that is our own package.
     assert getattr(value, "__module__", "jaxtrain").startswith("jaxtrain")
+
+
+# What one takes over from the docstring of another.
+LIKE = {"make_eval_step": "make_train_step"}
+FUNCTIONS = [name for name in GOLDEN if inspect.isfunction(getattr(jaxtrain, name))]
+CLASSES = [name for name in GOLDEN if inspect.isclass(getattr(jaxtrain, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_docstring_of_a_function_speaks_of_every_argument(name):
+    function = getattr(jaxtrain, name)
+    text = f"{function.__doc__}\n{getattr(jaxtrain, LIKE[name]).__doc__ if name in LIKE else ''}"
+    missing = [arg for arg in inspect.signature(function).parameters if not speaks_of(text, arg)]
+    assert not missing
+    assert len(function.__doc__.splitlines()[0]) > 20
+
+
+def speaks_of(text, name):
+    return re.search(rf"(?<![\w.]){name}\b", text)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_part_of_a_class_has_a_docstring(name):
+    """Fields have theirs below them, or a help text as flags."""
+    cls = getattr(jaxtrain, name)
+    assert cls.__doc__
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    missing = []
+    for statement, following in itertools.pairwise([*node.body, None]):
+        if isinstance(statement, ast.FunctionDef):
+            names, found = [statement.name], ast.get_docstring(statement)
+        elif isinstance(statement, ast.AnnAssign):
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            names, found = [statement.target.id], is_text or "help=" in ast.unparse(statement)
+        else:
+            continue
+        missing += [name for name in names if not name.startswith("_") and not found]
+    assert not missing
 
 
 def test_an_unknown_name_is_an_attribute_error():

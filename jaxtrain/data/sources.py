@@ -68,6 +68,15 @@ class ArrayDataset:
     """Rows of arrays in memory (or mapped into it): {"image": [N, ...], "label": [N]}."""
 
     def __init__(self, arrays: Mapping[str, Any], *, name: str = "arrays") -> None:
+        """Takes the arrays as they are, without a copy.
+
+        Args:
+            arrays: name -> array with rows in dim 0, as many in each.
+            name: in messages.
+
+        Raises:
+            DataError: when there is no array, or they differ in their number of rows.
+        """
         self.arrays = {key: np.asarray(value) for key, value in arrays.items()}
         self.name = name
         lengths = {key: value.shape[0] if value.ndim else 0 for key, value in self.arrays.items()}
@@ -84,6 +93,7 @@ class ArrayDataset:
         return self._length
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Copies the rows `indices` (int64 [R], in this order): name -> [R, ...]."""
         return {key: value[indices] for key, value in self.arrays.items()}
 
     @property
