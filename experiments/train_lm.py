@@ -30,27 +30,19 @@ class LmConfig(RunConfig):
 
 def build(config: LmConfig) -> Experiment:
     """Makes model, loss and data. Heavy imports are here, so that --help answers at once."""
-    from jaxtrain.compile import attached_attention
     from jaxtrain.data.text import text_datasets
     from jaxtrain.losses import lm_loss
     from jaxtrain.models.transformer import transformer
 
     train_data, eval_data, info = text_datasets(config.data)
     info.check_vocabulary(config.model.vocab_size)
-    attention = attached_attention(config.precision, config.model.head_size)
-    model = transformer(
-        config.model,
-        precision=config.precision,
-        remat=config.remat,
-        attention=attention.implementation,
-    )
-    facts = info.facts(eval_data)
+    model = transformer(config.model, precision=config.precision, remat=config.remat)
     return Experiment(
         model=model,
         loss_fn=lm_loss(model, z_loss=config.z_loss),
         train_data=train_data,
         eval_data=eval_data,
-        describe={**facts, "attention": f"{attention.implementation} ({attention.reason})"},
+        describe=info.facts(eval_data),
     )
 
 

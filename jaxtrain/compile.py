@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jaxtrain.backend import captured_stderr, mended_compile_cache
 from jaxtrain.errors import ConfigError
 from jaxtrain.gather import saves_all_but_gathered
-from jaxtrain.sharding import has_gathered_params
+from jaxtrain.sharding import active_rules, has_gathered_params, has_split_layers
 
 _log = logging.getLogger("jaxtrain")
 
@@ -54,7 +55,12 @@ _DETERMINISTIC = {platform: {"xla_gpu_deterministic_ops": True} for platform in 
 
 
 def compiler_options(
-    xla_preset: str, platform: str, *, precision: str = "float32", deterministic: bool = False
+    xla_preset: str,
+    platform: str,
+    *,
+    precision: str = "float32",
+    deterministic: bool = False,
+    device: Any = None,
 ) -> dict[str, Any]:
     """The options a program is compiled with, without those the installed XLA does not know.
 
@@ -63,6 +69,7 @@ def compiler_options(
         platform: of the devices the program is for, e.g. `gpu`.
         precision: dtype of the computation.
         deterministic: whether two runs must agree bit for bit; on CPU they do anyway.
+        device: one that is not attached, if the program is for such; see `known_options`.
     """
     if xla_preset not in PRESETS:
         raise ConfigError(f"xla_preset={xla_preset!r} does not exist; use {' or '.join(PRESETS)}")
@@ -71,17 +78,21 @@ def compiler_options(
         options |= _CPU_BFLOAT16_OPTIONS
     if deterministic:
         options |= _DETERMINISTIC.get(platform, {})
-    return known_options(options)
+    return known_options(options, device)
 
 
-def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def known_options(options: Mapping[str, Any], device: Any = None) -> dict[str, Any]:
     """Leaves out compiler options that the installed XLA does not know, with a line that says so.
 
     XLA is asked by compiling an empty program, the only public way.
+
+    Args:
+        options: name -> value.
+        device: whose compiler is asked; None: that of the devices at hand.
     """
     known = dict(options)
     dropped = []
-    while (unknown := _first_unknown(tuple(known.items()))) is not None:
+    while (unknown := _first_unknown(tuple(known.items()), device)) is not None:
         dropped.append(unknown)
         del known[unknown]
     if dropped:
@@ -90,11 +101,12 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _first_unknown(options: tuple[tuple[str, Any], ...]) -> str | None:
+def _first_unknown(options: tuple[tuple[str, Any], ...], device: Any) -> str | None:
     """The option that XLA refuses, if any; it stops at the first."""
     if not options:
         return None
-    lowered = jax.jit(lambda: 0).lower()
+    place = None if device is None else SingleDeviceSharding(device)
+    lowered = jax.jit(lambda: 0, out_shardings=place).lower()
     try:
         lowered.compile(compiler_options=dict(options))
     except Exception as error:
@@ -169,30 +181,39 @@ def attention_implementation(
     return AttentionChoice("xla", reason)
 
 
-def attached_attention(
-    precision: str, head_dim: int, *, masking: str = "causal"
+def attention_on(
+    device: Any, dtype: jax.typing.DTypeLike, head_dim: int, *, masking: str = "causal"
 ) -> AttentionChoice:
-    """`attention_implementation` for the devices at hand."""
-    device = jax.devices()[0]
+    """`attention_implementation` for a device, attached or of a topology that is only described."""
     capability = getattr(device, "compute_capability", None)
-    return attention_implementation(
-        device.platform, capability, precision, head_dim, masking=masking
-    )
+    return attention_implementation(device.platform, capability, dtype, head_dim, masking=masking)
+
+
+def target_device() -> Any:
+    """A device that the step being traced is for; outside of a step the first one at hand."""
+    active = active_rules()
+    return jax.devices()[0] if active is None else active[0].devices.flat[0]
 
 
 REMAT_POLICIES = ("none", "dots", "full")
+
+SUMMED = "summed"
+"""`jax.ad_checkpoint.checkpoint_name` of what the devices that split a layer have added up."""
 
 
 def remat_policy(name: str) -> Callable[..., Any] | None:
     """The `jax.checkpoint` policy of a name; None where nothing is to be computed again.
 
-    `full` keeps only the inputs of a block, `dots` also the results of matrix products with
+    `full` keeps only the inputs of a block and, where devices split its layers, what is marked as
+    `SUMMED`, so that no all-reduce runs twice; `dots` also the results of matrix products with
     weights. `none` keeps everything, except that where parameters are gathered for use the
     gathered copies are dropped and gathered again: kept, they would be the whole model on every
     device. Call it while the step is traced, where `use_rules` is active.
     """
     if name not in REMAT_POLICIES:
         raise ConfigError(f"remat={name!r} does not exist; use {', '.join(REMAT_POLICIES)}")
+    if name == "full" and has_split_layers():
+        return jax.checkpoint_policies.save_only_these_names(SUMMED)
     if name == "full":
         return jax.checkpoint_policies.nothing_saveable
     if name == "dots":

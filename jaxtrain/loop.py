@@ -36,25 +36,25 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxtrain import checkpoint_files, optim, resume, run_files
-from jaxtrain.compile import CompiledStep, compile_step, compiler_options
+from jaxtrain import checkpoint_files, resume, run_files
+from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import Loader, eval_batches
 from jaxtrain.data.prefetch import Interrupted, interrupt
 from jaxtrain.data.sources import Dataset, as_dataset, require_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.evaluate import evaluate
-from jaxtrain.layout_audit import audit
 from jaxtrain.mesh import describe_mesh, make_mesh
 from jaxtrain.metrics import Writer
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.nonfinite import NonFiniteGuard
 from jaxtrain.preemption import Preemption
 from jaxtrain.profiling import ProfileWindow
+from jaxtrain.program import program_options, train_program
 from jaxtrain.progress import Progress, setup_logging
 from jaxtrain.sharding import DEFAULT_RULES, ShardingRules, check_batch_size
 from jaxtrain.state import TrainState, init_state, num_params, placed_state
-from jaxtrain.step import make_eval_step, make_train_step
+from jaxtrain.step import make_eval_step
 from jaxtrain.step_clock import StepClock
 from jaxtrain.throughput import Throughput, peak_flops
 from jaxtrain.units import nbytes
@@ -141,32 +141,26 @@ def fit(
         model = as_model(model)
         mesh = make_mesh(config.mesh)
         is_primary = jax.process_index() == 0
-        check_batch_size(config.global_batch_size, config.accumulate_steps, mesh, rules)
         train_data = as_dataset(train_data)
-        eval_data = None if eval_data is None else as_dataset(eval_data)
         require_rows(train_data, "training")
+        eval_data = None if eval_data is None else as_dataset(eval_data)
         if eval_data is not None:
             require_rows(eval_data, "evaluation")
-        ema_decay = config.optimizer.ema_decay
-        learning_rate = frozen = None
-        if tx is None:
-            abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
-            tx = optim.make_optimizer(config.optimizer, abstract_params, num_steps=config.num_steps)
-            frozen = optim.frozen_mask(config.optimizer, abstract_params)
-            learning_rate = optim.learning_rate_schedule(config.optimizer, config.num_steps)
-        options = {"rules": rules, "ema": ema_decay > 0}
-        layout = audit(model, mesh, tx, allow_replicated=config.allow_replicated, **options)
-        abstract = placed_state(model, tx, mesh, seed=config.seed, **options)
+        program = train_program(model, loss_fn, config, mesh, rules=rules, tx=tx)
+        kernels = model.kernels(mesh.devices.flat[0]) if model.kernels else {}
         _logger.info("devices: %s", describe_mesh(mesh))
-        _logger.info("model: %s parameters; %s", f"{num_params(model):,}", layout.short())
+        _logger.info("model: %s parameters; %s", f"{num_params(model):,}", program.layout.short())
+        for name, value in kernels.items():
+            _logger.info("%s: %s", name, value)
 
         # Where the run begins: a checkpoint, or the initial values.
         def init() -> TrainState:
-            return init_state(model, tx, mesh, seed=config.seed, **options)
+            ema = config.optimizer.ema_decay > 0
+            return init_state(model, program.tx, mesh, rules=rules, seed=config.seed, ema=ema)
 
         fingerprint = train_data.fingerprint  # it may hash all of the data
         checkpointer, start = resume.begin(
-            config, abstract, init=init, data_fingerprint=fingerprint
+            config, program.abstract, init=init, data_fingerprint=fingerprint
         )
         stack.callback(checkpointer.close)
         evaluated_step = max(
@@ -196,31 +190,13 @@ def fit(
         progress = Progress(config.num_steps, start_step=start.step, enabled=is_primary)
         stack.callback(progress.close)
         progress.status("compiling the step")
-        platform = mesh.devices.flat[0].platform
-        xla = _compiler_options(config, platform)
-        train_step = compile_step(
-            make_train_step(
-                model,
-                loss_fn,
-                tx,
-                mesh,
-                rules,
-                accumulate_steps=config.accumulate_steps,
-                learning_rate=learning_rate,
-                ema_decay=ema_decay,
-                frozen=frozen,
-            ),
-            (state, loaded.arrays),
-            donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), None),
-            options=xla,
-        )
-        program = describe_program(train_step)
-        _logger.info("step: compiled in %.1f s; %s", train_step.compile_seconds, program)
+        train_step = program.compile(loaded.arrays)
+        needs = describe_program(train_step)
+        _logger.info("step: compiled in %.1f s; %s", train_step.compile_seconds, needs)
         evaluation = None
         if eval_data is not None:
             batch_size = config.global_batch_size // config.accumulate_steps
-            evaluation = Evaluation(model, loss_fn, eval_data, mesh, rules, batch_size, xla)
+            evaluation = Evaluation(model, loss_fn, eval_data, mesh, rules, batch_size, program.xla)
 
         # What is written besides checkpoints.
         records = run_files.open_writers(config, start.step, writers, is_primary=is_primary)
@@ -228,7 +204,11 @@ def fit(
         if is_primary and config.workdir:
             facts = {"compile_seconds": train_step.compile_seconds, "memory": train_step.memory}
             run_files.write_start(
-                config, start.step, layout=layout, describe=describe or {}, **facts
+                config,
+                start.step,
+                layout=program.layout,
+                describe={**(describe or {}), **kernels},
+                **facts,
             )
         profile = ProfileWindow(config.profile, config.workdir)
         stack.callback(profile.close)
@@ -382,8 +362,7 @@ def evaluate_run(
     ema = config.optimizer.ema_decay > 0
     abstract = placed_state(model, optax.identity(), mesh, rules=rules, ema=ema)
     state, _, step = resume.load(config.workdir, abstract, step=config.checkpoint.restore_step)
-    platform = mesh.devices.flat[0].platform
-    xla = _compiler_options(config, platform)
+    xla = program_options(config, mesh)
     evaluation = Evaluation(model, loss_fn, as_dataset(eval_data), mesh, rules, batch_size, xla)
     found = evaluation.run(state)
     assert found is not None
@@ -461,15 +440,6 @@ def _until[T](should_stop: Callable[[], bool], items: Iterable[T]) -> Iterator[T
         if should_stop():
             raise _ToldToStop from None
         raise
-
-
-def _compiler_options(config: RunConfig, platform: str) -> dict[str, Any]:
-    return compiler_options(
-        config.xla_preset,
-        platform,
-        precision=config.precision,
-        deterministic=config.deterministic,
-    )
 
 
 def is_due(every_steps: int, step: int) -> bool:

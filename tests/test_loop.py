@@ -36,6 +36,7 @@ from jaxtrain import (
     checkpoint_files,
     loop,
     optim,
+    program,
 )
 from jaxtrain.data.order import sample_indices
 from jaxtrain.preemption import Preemption
@@ -240,7 +241,7 @@ def test_data_without_rows_is_refused_before_anything_is_done(tmp_path, monkeypa
     def refuse(*args, **kwargs):
         raise AssertionError("it should not come to this")
 
-    monkeypatch.setattr(loop, "compile_step", refuse)
+    monkeypatch.setattr(program, "compile_step", refuse)
     monkeypatch.setattr(loop.resume, "begin", refuse)
     data = {"training": looping.TRAIN, "evaluation": looping.EVAL}
     data[part] = {name: rows[:0] for name, rows in data[part].items()}
@@ -606,7 +607,8 @@ def test_a_run_told_to_stop_at_any_moment_saves_what_it_did(tmp_path, monkeypatc
             compiled[name] = compile_step(fn, args, **options)
         return compiled[name]
 
-    monkeypatch.setattr(loop, "compile_step", compile_once)
+    monkeypatch.setattr(program, "compile_step", compile_once)
+    monkeypatch.setattr(loop, "compile_step", compile_once)  # of the evaluation
     options = {"num_steps": 3, "eval_every_steps": 2, "eval_batches": 1, "every_steps": 1000}
     whole = fit(config(tmp_path / "whole", **options))
     ends = []

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from processes import finished, started
 
-from jaxtrain import ExitCode
+from jaxtrain import ExitCode, program
 from jaxtrain.data import prefetch
 from jaxtrain.data.sources import ArrayDataset
 from jaxtrain.preemption import Preemption
@@ -237,13 +237,13 @@ def test_an_interrupt_ends_the_wait_for_evaluation_data(tmp_path, interactive, m
 def test_an_interrupt_before_the_first_step_is_an_exception_in_a_session(
     tmp_path, interactive, monkeypatch
 ):
-    compile_step = looping.loop.compile_step
+    compile_step = program.compile_step
 
     def interrupted(*args, **options):
         interrupt()
         return compile_step(*args, **options)
 
-    monkeypatch.setattr(looping.loop, "compile_step", interrupted)
+    monkeypatch.setattr(program, "compile_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         looping.fit(looping.config(tmp_path))
     monkeypatch.undo()

@@ -128,6 +128,30 @@ class Loader:
         self.close()
 
 
+def abstract_batch(
+    dataset: Any,
+    mesh: Mesh,
+    *,
+    rules: ShardingRules = DEFAULT_RULES,
+    global_batch_size: int,
+    accumulate_steps: int = 1,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of the batches that a `Loader` with these arguments makes.
+
+    One row is read, whatever the size of a batch; no device is needed.
+    """
+    dataset = as_dataset(dataset)
+    require_rows(dataset, "training")
+    sharding = batch_sharding(mesh, rules, accumulate_steps=accumulate_steps)
+    rows: tuple[int, ...] = (global_batch_size // accumulate_steps,)
+    if accumulate_steps > 1:
+        rows = (accumulate_steps, *rows)
+    return {
+        name: jax.ShapeDtypeStruct((*rows, *array.shape[1:]), array.dtype, sharding=sharding)
+        for name, array in _read(dataset, np.zeros(1, np.int64)).items()
+    }
+
+
 def eval_batches(
     dataset: Any,
     mesh: Mesh,
@@ -241,9 +265,7 @@ def _load(
 ) -> LoadedBatch:
     """Reads samples and moves them to the devices; whatever fails says where."""
     try:
-        arrays = _checked(dataset.read(samples_R), len(samples_R))
-        if "loss_mask" not in arrays:
-            arrays["loss_mask"] = np.ones(len(samples_R), np.float32)
+        arrays = _read(dataset, samples_R)
         if is_real_R is not None:
             mask = arrays["loss_mask"]
             arrays["loss_mask"] = mask * is_real_R.reshape(-1, *[1] * (mask.ndim - 1))
@@ -255,6 +277,14 @@ def _load(
     except BaseException as error:
         error.add_note(f"while loading {what} from {name_of(dataset)}")
         raise
+
+
+def _read(dataset: Dataset, samples_R: np.ndarray) -> dict[str, np.ndarray]:
+    """The rows of a batch as devices take them, "loss_mask" always among them."""
+    arrays = _checked(dataset.read(samples_R), len(samples_R))
+    if "loss_mask" not in arrays:
+        arrays["loss_mask"] = np.ones(len(samples_R), np.float32)
+    return arrays
 
 
 def _checked(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:

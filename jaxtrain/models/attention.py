@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.compile import attention_on, target_device
 from jaxtrain.models.layers import Norm, Projection, normal, residual_init
 from jaxtrain.models.transformer_config import TransformerConfig
 from jaxtrain.sharding import constrain, on_shards
@@ -52,8 +53,13 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array, rotation: "Rotation | None") -> jax.Array:
         """Attention of every position to itself and those before it."""
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
+        implementation = self.implementation
+        if implementation == "auto":
+            implementation = attention_on(
+                target_device(), q_BTNH.dtype, q_BTNH.shape[-1]
+            ).implementation
         with jax.named_scope("attend"):
-            if self.implementation == "cudnn":
+            if implementation == "cudnn":
                 a_BTNH = _attend_cudnn(q_BTNH, k_BTKH, v_BTKH)
             else:
                 index_T = jnp.arange(x_BTD.shape[1])

@@ -54,6 +54,8 @@ class Model:
     """Logical axes of what `unembed` returns."""
     vocab_size: int | None = None
     """True vocabulary size; columns of head_DV beyond it are padding."""
+    kernels: Callable[[Any], Mapping[str, str]] | None = None
+    """device -> facts about the kernels that a step for such a device uses, for log and report"""
     init_cache: Callable[..., Any] | None = None
     """(batch_size, length, dtype) -> empty key/value cache"""
     decode: Callable[..., tuple[jax.Array, Any]] | None = None

@@ -19,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.compile import SUMMED, attention_on, target_device
 from jaxtrain.compile import remat as remat_block
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.attention import Attention, Cache, Rotation, rotation
@@ -35,12 +37,12 @@ from jaxtrain.models.layers import (
     residual_init,
 )
 from jaxtrain.models.transformer_config import PRESETS, TransformerConfig
-from jaxtrain.sharding import active_rules, constrain
+from jaxtrain.sharding import constrain
 from jaxtrain.throughput import training_flops_per_token
 
 __all__ = ["PRESETS", "TransformerConfig", "transformer"]
 
-ATTENTION_IMPLEMENTATIONS = ("xla", "cudnn")
+ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 # Up to here the layers' loop is unrolled on CPU, where XLA then writes gradients in place instead
 # of copying slices: measured 20 to 25 % of a step at 4 and 6 layers. Compile time grows with it.
@@ -74,6 +76,8 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             added_BTD = self.attention(self.attention_norm(x_BTD), rotation)
             x_BTD = self._add(x_BTD, added_BTD, keys_B, 2 * layer + 1)
+            # What devices have added up is not added up again by a rematerialisation.
+            x_BTD = checkpoint_name(x_BTD, SUMMED)
         with jax.named_scope("mlp"):
             added_BTD = self.mlp(self.mlp_norm(x_BTD))
             return self._add(x_BTD, added_BTD, keys_B, 2 * layer + 2)
@@ -169,7 +173,7 @@ def transformer(
     *,
     precision: str = "float32",
     remat: str = "none",
-    attention: str = "xla",
+    attention: str = "auto",
 ) -> Model:
     """Makes the pure model. Outputs are hidden_BTD; `logits` makes scores of them.
 
@@ -178,7 +182,8 @@ def transformer(
         precision: dtype of the computation, "float32" or "bfloat16". Parameters, norms and the
             softmax stay float32.
         remat: what the backward pass computes again: "none", "dots" or "full".
-        attention: "xla" or "cudnn", from `compile.attention_implementation`.
+        attention: "auto": the kernel that `compile.attention_implementation` has for the devices
+            that the step is traced for; or "xla" or "cudnn".
 
     The batch holds tokens [B, T] int32 and, for learned or shifted positions, may hold positions
     [B, T] int32. Dropout draws from `row_keys`.
@@ -217,6 +222,12 @@ def transformer(
     def unembed(params: Params) -> jax.Array:
         return params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
 
+    def kernels(device: Any) -> dict[str, str]:
+        if attention != "auto":
+            return {"attention": f"{attention} (asked for)"}
+        choice = attention_on(device, precision, config.head_size)
+        return {"attention": f"{choice.implementation} ({choice.reason})"}
+
     skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     abstract_params, _ = jax.eval_shape(forward.init, jax.random.key(0))
     num_tables = 1 if config.tie_embeddings else 2
@@ -239,6 +250,7 @@ def transformer(
         flops_per_token=flops_per_token,
         unembed=unembed,
         vocab_size=config.vocab_size,
+        kernels=kernels,
         init_cache=init_cache,
         decode=decode,
     )
@@ -258,9 +270,8 @@ def _row_keys(key: jax.Array | None, batch: Batch) -> jax.Array:
 
 
 def _automatic_unroll(num_layers: int) -> int:
-    active = active_rules()
-    platform = active[0].devices.flat[0].platform if active else jax.default_backend()
-    return num_layers if platform == "cpu" and num_layers <= _MAX_UNROLLED_LAYERS else 1
+    is_cpu = target_device().platform == "cpu"
+    return num_layers if is_cpu and num_layers <= _MAX_UNROLLED_LAYERS else 1
 
 
 def _check_batch(config: TransformerConfig, batch: Batch) -> None:

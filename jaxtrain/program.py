@@ -1,0 +1,111 @@
+"""The train step of a configuration, for whoever runs it and whoever only reads it.
+
+`fit` compiles it for the devices at hand and calls it; `--plan` compiles it for devices that are
+not here. Both get it from `train_program`, so that what is planned is what would run: the same
+optimizer, layouts, kernels, rematerialisation, donation and compiler options.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxtrain import optim
+from jaxtrain.compile import CompiledStep, compile_step, compiler_options
+from jaxtrain.config import RunConfig
+from jaxtrain.layout_audit import Audit, audit
+from jaxtrain.models.functional import Model
+from jaxtrain.rules import ShardingRules
+from jaxtrain.sharding import check_batch_size
+from jaxtrain.state import TrainState, placed_state
+from jaxtrain.step import make_train_step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainProgram:
+    """A train step that is not compiled yet, and what belongs to it."""
+
+    tx: optax.GradientTransformation
+    abstract: TrainState
+    """Shapes, dtypes and shardings of the state that goes in and comes out."""
+    layout: Audit
+    step: Callable[..., Any]
+    """(state, batch) -> (state, metrics)"""
+    xla: dict[str, Any]
+    """Compiler options for the devices of the mesh."""
+
+    def compile(self, batch: Mapping[str, Any]) -> CompiledStep:
+        """Compiles the step for the mesh's devices, attached or not.
+
+        Args:
+            batch: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+        """
+        return compile_step(
+            self.step,
+            (self.abstract, batch),
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, self.abstract), None),
+            options=self.xla,
+        )
+
+
+def train_program(
+    model: Model,
+    loss_fn: Callable[..., Any],
+    config: RunConfig,
+    mesh: Mesh,
+    *,
+    rules: ShardingRules,
+    tx: optax.GradientTransformation | None = None,
+) -> TrainProgram:
+    """Puts together the train step of a configuration; nothing is computed or compiled.
+
+    Args:
+        model: from `as_model`.
+        loss_fn: (outputs, batch, params) -> name -> (sum, weight) over the rows given.
+        config: of the run.
+        mesh: of the devices the program is for; they need not be attached.
+        rules: which logical axes go over which mesh axes.
+        tx: an optimizer instead of the one in `config.optimizer`.
+
+    Raises:
+        ConfigError: for a batch or a layout that does not fit the mesh.
+    """
+    check_batch_size(config.global_batch_size, config.accumulate_steps, mesh, rules)
+    learning_rate = frozen = None
+    if tx is None:
+        abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        tx = optim.make_optimizer(config.optimizer, abstract_params, num_steps=config.num_steps)
+        frozen = optim.frozen_mask(config.optimizer, abstract_params)
+        learning_rate = optim.learning_rate_schedule(config.optimizer, config.num_steps)
+    ema_decay = config.optimizer.ema_decay
+    ema = ema_decay > 0
+    layout = audit(model, mesh, tx, rules=rules, allow_replicated=config.allow_replicated, ema=ema)
+    step = make_train_step(
+        model,
+        loss_fn,
+        tx,
+        mesh,
+        rules,
+        accumulate_steps=config.accumulate_steps,
+        learning_rate=learning_rate,
+        ema_decay=ema_decay,
+        frozen=frozen,
+    )
+    abstract = placed_state(model, tx, mesh, rules=rules, seed=config.seed, ema=ema)
+    return TrainProgram(tx, abstract, layout, step, program_options(config, mesh))
+
+
+def program_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """The compiler options of a run on the devices of a mesh."""
+    device = mesh.devices.flat[0]
+    return compiler_options(
+        config.xla_preset,
+        device.platform,
+        precision=config.precision,
+        deterministic=config.deterministic,
+        device=None if device in jax.devices() else device,
+    )
