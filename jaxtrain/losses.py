@@ -28,11 +28,17 @@ LossFn = Callable[[Any, Mapping[str, jax.Array], Any], Sums]
 """(outputs, batch, params) -> Sums over the rows given, which must not depend on each other.
 `params` are what the model is applied to: if it calls `gather_param`, so must the loss."""
 
+# Chunks of scores that are larger than this on a device...
+_CHUNK_BYTES = 64 * 2**20
+# ... are not cut below so many positions. Every chunk adds to the head's gradient, which moves 8
+# bytes per element of the head: on an H100 as long as the products of 400 positions take.
+_CHUNK_POSITIONS = 1024
+
 # Finite, so that the gradient of a padding column is 0 and not NaN.
 _NEVER = -1e30
 
 
-def lm_loss(model: Model, *, z_loss: float = 0.0, chunk_bytes: int = 64 * 2**20) -> LossFn:
+def lm_loss(model: Model, *, z_loss: float = 0.0, chunk_bytes: int | None = None) -> LossFn:
     """Makes the next-token cross-entropy of a language model.
 
     The loss function takes hidden_BTD (what the model returns), a batch with targets [B, T] int32
@@ -49,6 +55,7 @@ def lm_loss(model: Model, *, z_loss: float = 0.0, chunk_bytes: int = 64 * 2**20)
       model: has `unembed` and `vocab_size`.
       z_loss: coefficient of log(Z)^2, which keeps scores from drifting (PaLM uses 1e-4).
       chunk_bytes: largest size of the scores on a device; smaller scores are not cut in chunks.
+        None: 64 MB or 1,024 positions, whichever is more.
     """
     if model.unembed is None or model.vocab_size is None:
         raise ConfigError("lm_loss needs a language model: one with `unembed` and `vocab_size`.")
@@ -113,7 +120,11 @@ class _Plan(NamedTuple):
 
 
 def _cut_in_chunks(
-    plan: _Plan, hidden_BTD: jax.Array, head_DV: jax.Array, vocab_axis: str, chunk_bytes: int
+    plan: _Plan,
+    hidden_BTD: jax.Array,
+    head_DV: jax.Array,
+    vocab_axis: str,
+    chunk_bytes: int | None,
 ) -> _Plan:
     """Cuts the length so that the scores of a chunk fit `chunk_bytes` on each device.
 
@@ -133,6 +144,8 @@ def _cut_in_chunks(
         num_rows //= axis_size(mesh, batch_axes)
         num_columns //= axis_size(mesh, rules.compute[vocab_axis])
         mesh = context if manual else mesh
+    if chunk_bytes is None:
+        chunk_bytes = max(_CHUNK_BYTES, 4 * num_columns * _CHUNK_POSITIONS)
     num_chunks = min(math.ceil(4 * num_rows * length * num_columns / chunk_bytes), length)
     if num_chunks <= 1:
         return plan

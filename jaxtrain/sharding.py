@@ -52,6 +52,7 @@ __all__ = [
     "gather_param",
     "gather_stored",
     "has_gathered_params",
+    "has_split_layers",
     "on_shards",
     "opt_state_layouts",
     "opt_state_shardings",
@@ -312,6 +313,21 @@ def has_gathered_params() -> bool:
         mesh.shape.get(axis, 1) > 1 and axis not in (as_axes(rules.compute.get(name)) or ())
         for name, axes in rules.storage.items()
         for axis in as_axes(axes) or ()
+    )
+
+
+def has_split_layers() -> bool:
+    """Whether the active rules split a layer over devices that see the same rows and positions."""
+    active = _active.value
+    if active is None:
+        return False
+    rules, mesh = active.rules, active.mesh
+    apart = {
+        axis for name in ("batch", "length") for axis in as_axes(rules.compute.get(name)) or ()
+    }
+    return any(
+        axis_size(mesh, tuple(axis for axis in as_axes(axes) or () if axis not in apart)) > 1
+        for axes in rules.compute.values()
     )
 
 

@@ -6,6 +6,7 @@ Shapes: B batch, T length, D embed, N query heads, K key/value heads, H head dim
 import dataclasses
 import math
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,6 +283,33 @@ def test_remat_and_unrolling_give_the_same_gradients():
     assert dots["full"].count("dot_general") > dots["dots"].count("dot_general")
     assert "while" in compiled["none", 1].as_text()
     assert "while" not in compiled["none", 2].as_text()
+
+
+def test_rematerialisation_adds_nothing_up_twice_over_devices(monkeypatch):
+    """Where devices split a layer, what they have added up is kept."""
+    config = dataclasses.replace(STYLES["qwen3"], num_layers=2, scan_unroll=1, num_heads=4)
+    mesh = make_mesh("tensor:2", devices=jax.devices()[:2])
+    tokens = tokens_of(config)
+
+    def repeated():
+        model = transformer(config, remat="full")
+        abstract, _ = jax.eval_shape(model.init, jax.random.key(0))
+        shardings = param_shardings(abstract, model.logical_axes, mesh)
+        params = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
+        )
+
+        def grads(params):
+            with use_rules(mesh):
+                return grads_of(model, params, tokens)[0](params)
+
+        found = hlo.reductions(jax.jit(grads).lower(params).compile().as_text(), mesh, "tensor")
+        assert len(found) >= 4, "the layers must be split"
+        return ["rematted_computation" in c.op_name for c in found].count(True)
+
+    assert repeated() == 0
+    monkeypatch.setattr("jaxtrain.compile.has_split_layers", lambda: False)
+    assert repeated() == 1
 
 
 def test_automatic_unrolling_is_for_few_layers_on_cpu():
