@@ -1,6 +1,25 @@
 """Small optimised programs written by hand, in the form that XLA prints, for the tests of plans."""
 
+import dataclasses
 import textwrap
+
+from jaxtrain.plan import cost
+
+M, B, K = cost.MATRIX_EFFICIENCY, cost.BANDWIDTH_EFFICIENCY, cost.LINK_EFFICIENCY
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """After the efficiencies: 1e12 FLOP/s, 1e9 B/s of memory and links, 1e8 B/s of network."""
+
+    peak_flops: float = 1e12 / M
+    float32_rate: float = 0.5
+    memory_bandwidth: float = 1e9 / B
+    link_bandwidth: float = 1e9 / K
+    network_bandwidth: float = 1e8 / K
+
+
+MACHINE = Machine()
 
 
 def module_text(entry, *computations, num_devices=8, tables=""):

@@ -3,26 +3,11 @@
 import dataclasses
 
 import pytest
-from planning import CONDITION, computation, module_text, while_text
+from planning import CONDITION, MACHINE, K, M, computation, module_text, while_text
 
 from jaxtrain.plan import cost, hlo
 from jaxtrain.plan.traffic import communication
 
-M, B, K = cost.MATRIX_EFFICIENCY, cost.BANDWIDTH_EFFICIENCY, cost.LINK_EFFICIENCY
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """After the efficiencies: 1e12 FLOP/s, 1e9 B/s of memory and links, 1e8 B/s of network."""
-
-    peak_flops: float = 1e12 / M
-    float32_rate: float = 0.5
-    memory_bandwidth: float = 1e9 / B
-    link_bandwidth: float = 1e9 / K
-    network_bandwidth: float = 1e8 / K
-
-
-MACHINE = Machine()
 MESH = {"data": 2, "fsdp": 4}
 
 # 2e9 operations and 6e6 bytes: 2 ms of the matrix units, 6 ms of the memory.
