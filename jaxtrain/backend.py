@@ -146,8 +146,10 @@ def _describe_remat(line: str) -> str:
 
 
 @contextlib.contextmanager
-def captured_stderr() -> Iterator[StderrLog]:
+def captured_stderr(*, is_shown: bool = True) -> Iterator[StderrLog]:
     """Records what goes to file descriptor 2, where XLA logs, and passes it on as it comes.
+
+    With `is_shown` False it is kept from the terminal.
 
     A `tee` process does it rather than a thread: if XLA aborts this process, its last words still
     reach the terminal. Its copy is a file without a name, so that a kill leaves nothing behind.
@@ -162,7 +164,7 @@ def captured_stderr() -> Iterator[StderrLog]:
         tee = subprocess.Popen(
             ["tee", f"/dev/fd/{copy.fileno()}"],
             stdin=subprocess.PIPE,
-            stdout=original,
+            stdout=original if is_shown else subprocess.DEVNULL,
             pass_fds=(copy.fileno(),),
             # So that Ctrl-C does not end it before the last line.
             start_new_session=True,

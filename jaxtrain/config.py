@@ -192,6 +192,12 @@ class RunConfig(Config):
     )
     evaluate: bool = _free(False, group=_RUN, help="only evaluate the newest checkpoint, whole")
     audit: bool = _free(False, group=_RUN, help="only print where every parameter lives")
+    plan: str = _free(
+        "",
+        group=_RUN,
+        help="only say what the run would need, and how fast it would be, on TARGET: h100:16x8 "
+        "(hosts x GPUs), tpu-v5p:4x4x8 (chips), cpu:8, or here",
+    )
     num_steps: int = _free(
         1000,
         unit="steps",
@@ -314,6 +320,8 @@ class RunConfig(Config):
             )
         if self.evaluate and self.audit:
             raise ConfigError("evaluate and audit cannot both be true; ask for one of them")
+        if self.plan and (self.evaluate or self.audit):
+            raise ConfigError("plan, evaluate and audit exclude each other; ask for one of them")
         window = re.fullmatch(r"(\d+):(\d+)", self.profile)
         if self.profile and not (window and int(window[1]) < int(window[2])):
             raise ConfigError(

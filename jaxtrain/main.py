@@ -75,7 +75,7 @@ def main[R: RunConfig](
     """
 
     def run(config: R) -> ExitCode:
-        if argv is None and config.huge_pages == "auto":
+        if argv is None and config.huge_pages == "auto" and not config.plan:
             _logger.info("huge pages: %s", restart_with_huge_pages())
         return _run(config, build)
 
@@ -122,6 +122,8 @@ def _main[C: Config](
 
 
 def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
+    if config.plan:
+        return _plan(config, build)
     # The order matters: the backend starts with the first array, often in `build`, and keeps the
     # settings that it finds then.
     import jax
@@ -167,6 +169,26 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     if experiment.on_end is not None:
         experiment.on_end(result)
     return ExitCode.OK
+
+
+def _plan[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
+    """Says what the run would need on other devices; compiles and runs nothing on those at hand."""
+    from jaxtrain.plan.targets import parse_target
+
+    target = parse_target(config.plan)
+    from jaxtrain.backend import configure_backend
+    from jaxtrain.mesh import parse_mesh, resolve_mesh
+    from jaxtrain.plan.compile_target import prepare_backend
+    from jaxtrain.plan.planner import device_count, run_plan
+
+    prepare_backend(target)
+    if target is None:
+        configure_backend(config)
+    # A wrong mesh is refused here, before `build` reads data.
+    resolve_mesh(parse_mesh(config.mesh), device_count(target))
+    for line in summary(config).splitlines():
+        _logger.info(line)
+    return run_plan(build, config, target)
 
 
 def _audit(experiment: Experiment, config: RunConfig) -> ExitCode:

@@ -58,6 +58,11 @@ class TextDataset:
         return self._num_rows
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of memory; streams that are maps of files need none."""
+        return sum(s.nbytes for s in self._streams if not isinstance(s.base, np.memmap))
+
+    @property
     def num_tokens(self) -> int:
         """Number of targets."""
         return sum(max(0, len(stream) - 1) for stream in self._streams)

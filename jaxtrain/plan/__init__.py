@@ -1,0 +1,6 @@
+"""Foresight: what a run needs and how fast it is on devices that are not here.
+
+`targets` knows devices by name, `compile_target` compiles the train step of a run for them,
+`memory` says what the compiled program needs, `hlo`, `work`, `traffic` and `cost` what it does and
+how long that takes, and `planner` puts it all into a `Plan`.
+"""

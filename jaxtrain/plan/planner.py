@@ -1,0 +1,362 @@
+"""A plan: what a run needs on a target, and how fast it is there, from its compiled step.
+
+planner = Planner(build, config, parse_target("h100:16x8"))
+plan = planner.plan(config)            # compiles the step for one mesh
+plan.fits, plan.memory, plan.step_seconds
+"""
+
+import dataclasses
+import json
+import logging
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtrain.checkpoint_files import absolute
+from jaxtrain.config import RunConfig
+from jaxtrain.data.load import abstract_batch
+from jaxtrain.data.sources import as_dataset
+from jaxtrain.errors import ExitCode
+from jaxtrain.layout_audit import Audit
+from jaxtrain.mesh import describe_mesh, format_sizes, make_mesh
+from jaxtrain.metrics import replace_file
+from jaxtrain.models.functional import as_model
+from jaxtrain.plan import advice, cost, table, traffic, work
+from jaxtrain.plan.compile_target import (
+    Compilation,
+    DoesNotFit,
+    compile_for,
+    target_devices,
+    target_here,
+)
+from jaxtrain.plan.memory import (
+    Available,
+    Buffer,
+    Memory,
+    argument_classes,
+    available,
+    host_memory,
+    host_total,
+    memory_of,
+    this_host_bytes,
+)
+from jaxtrain.plan.targets import Target, as_json
+from jaxtrain.program import TrainProgram, train_program
+from jaxtrain.units import nbytes
+
+_logger = logging.getLogger("jaxtrain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan.json` holds. Rates and bytes are per device unless they say otherwise."""
+
+    target: str
+    description: str
+    """Of the target, in words."""
+    is_estimate: bool
+    """Whether it was compiled for other devices than those of the target."""
+    num_devices: int
+    mesh: Mapping[str, int]
+    flags: tuple[str, ...]
+    """What to add to the command of the run."""
+    fits: bool
+    """On the device and on the host."""
+    peak_bytes_per_device: int
+    device_bytes: int
+    """What the run will have of a device."""
+    device_text: str
+    """Where that figure is from."""
+    memory: Mapping[str, int]
+    """Class -> bytes on each device."""
+    buffers: tuple[Buffer, ...]
+    host_bytes: int
+    host_memory: Mapping[str, int]
+    """Use -> bytes on each host."""
+    flops_per_device: float | None
+    flops: Mapping[str, float]
+    """Kind of kernel -> operations of one device in a step, those of remat included."""
+    communication: Mapping[str, cost.AxisTime]
+    prediction: cost.Prediction | None
+    fused_attention: bool | None
+    """None for a program without attention, or one that is not known."""
+    warnings: tuple[advice.Warned, ...]
+    min_hosts: int | None
+    """Hosts of this kind that it needs at least, with the state shared among all; None: no number
+    of hosts is enough, because the rest does not fit one device."""
+    audit: Audit
+    figures: Mapping[str, Any]
+    """Of the kind of device; see `targets/`."""
+    compile_seconds: float | None
+    ranking: tuple["Plan", ...] = ()
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Predicted time of a step."""
+        return None if self.prediction is None else self.prediction.step_seconds
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """OK if it fits."""
+        return ExitCode.OK if self.fits else ExitCode.CONFIG
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the names of issue and documentation."""
+        p = self.prediction
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del values["prediction"]
+        return values | {
+            "buffers": [dataclasses.asdict(buffer) for buffer in self.buffers],
+            "communication": {
+                axis: {
+                    "bytes_sent_per_device": time.bytes_sent,
+                    "seconds": time.seconds,
+                    "exposed_seconds": time.exposed_seconds,
+                }
+                for axis, time in self.communication.items()
+            },
+            "warnings": [warned._asdict() for warned in self.warnings],
+            "audit": self.audit.to_json(),
+            "ranking": [plan.to_json() for plan in self.ranking],
+            "step_seconds": self.step_seconds,
+            "step_seconds_range": p and [p.low_seconds, p.high_seconds],
+            "kernel_seconds": p and p.kernel_seconds,
+            "matmul_seconds": p and p.matmul_seconds,
+            "memory_seconds": p and p.memory_seconds,
+            "exposed_seconds": p and p.exposed_seconds,
+            "phases": p and {name: list(times) for name, times in p.phases.items()},
+            "tokens_per_second_per_device": p and p.tokens_per_second_per_device,
+            "mfu": p and p.mfu,
+        }
+
+
+class Planner:
+    """Compiles the step of an experiment for a target, for as many meshes as are asked for."""
+
+    def __init__(
+        self, build: Callable[[Any], Any], config: RunConfig, target: Target | None = None
+    ):
+        """Takes the devices' descriptions; `compile_target.prepare_backend` must come before.
+
+        Args:
+            build: configuration -> Experiment.
+            config: of the run.
+            target: None for the devices at hand.
+        """
+        self.target, self.devices = target_devices(target or target_here())
+        self._build = build
+        self._experiments: dict[str, Any] = {}
+        self.experiment(config)
+
+    def experiment(self, config: RunConfig) -> Any:
+        """The experiment of a configuration; made once for each --remat, which the model holds."""
+        if config.remat not in self._experiments:
+            self._experiments[config.remat] = self._build(config)
+        return self._experiments[config.remat]
+
+    def mesh(self, config: RunConfig) -> Mesh:
+        """The mesh of a configuration over the target's devices."""
+        per_host = self.target.devices_per_host
+        return make_mesh(config.mesh, devices=self.devices, devices_per_node=per_host)
+
+    def program(self, config: RunConfig) -> tuple[TrainProgram, dict[str, Any], Mesh]:
+        """The step of a configuration, not compiled; its abstract batch; its mesh."""
+        experiment, mesh = self.experiment(config), self.mesh(config)
+        program = train_program(
+            as_model(experiment.model),
+            experiment.loss_fn,
+            config,
+            mesh,
+            rules=experiment.rules,
+            tx=experiment.tx,
+        )
+        batch = abstract_batch(
+            experiment.train_data,
+            mesh,
+            rules=experiment.rules,
+            global_batch_size=config.global_batch_size,
+            accumulate_steps=config.accumulate_steps,
+        )
+        return program, batch, mesh
+
+    def plan(self, config: RunConfig) -> Plan:
+        """Compiles the step for the mesh of a configuration, and reads the program.
+
+        Raises:
+            ConfigError: for a mesh, batch or layout that cannot work, and when XLA fails.
+        """
+        program, batch, mesh = self.program(config)
+        _logger.info("compiling the step for %s", describe_mesh(mesh))
+        data = as_dataset(self.experiment(config).train_data)
+        uses = host_memory(program, batch, data, self.target)
+        common: dict[str, Any] = {
+            "target": self.target.text,
+            "description": self.target.describe(),
+            "is_estimate": self.target.is_simulated,
+            "num_devices": self.target.num_devices,
+            "mesh": dict(mesh.shape),
+            "flags": _flags(config, mesh),
+            "host_bytes": host_total(uses),
+            "host_memory": uses,
+            "audit": program.layout,
+            "figures": as_json(self.target.kind),
+        }
+        try:
+            compiled = compile_for(self.target, program, batch, log_dir=config.workdir)
+        except DoesNotFit as error:
+            return self._refused(config, program, batch, error, common)
+        return self._read(config, program, batch, mesh, compiled, common)
+
+    def _read(
+        self,
+        config: RunConfig,
+        program: TrainProgram,
+        batch: Mapping[str, Any],
+        mesh: Mesh,
+        compiled: Compilation,
+        common: dict[str, Any],
+    ) -> Plan:
+        module, target = compiled.module, self.target
+        needs = memory_of(compiled.step, program, batch, compiled.assignment)
+        collectives = traffic.communication(module, dict(mesh.shape), target.devices_per_host)
+        has = available(target, config.memory_fraction, len({c.axis for c in collectives}))
+        done = work.count(module)
+        prediction = cost.predict(module, collectives, target, **self._tokens(config, batch))
+        warnings = [
+            *advice.involuntary_remat(compiled.involuntary_remat),
+            *advice.warnings(module, collectives, prediction),
+        ]
+        return self._finished(
+            needs,
+            has,
+            [*warnings, *_estimate(target)],
+            common,
+            flops_per_device=done.total_flops,
+            flops=done.flops,
+            communication=prediction.communication,
+            prediction=prediction,
+            fused_attention=advice.attention_is_fused(module),
+            compile_seconds=compiled.step.compile_seconds,
+        )
+
+    def _refused(self, config, program, batch, error: DoesNotFit, common: dict[str, Any]) -> Plan:
+        """The plan of a program that the target's own compiler refused for want of memory."""
+        classes = argument_classes(program, batch)
+        left = max(error.needed_bytes - sum(classes.values()), 0)
+        classes["activations_and_temporaries"] = left
+        used = {name: size for name, size in classes.items() if size}
+        needs = Memory(used, max(error.needed_bytes, sum(classes.values())), ())
+        has = Available(error.capacity_bytes, "what the compiler has to give")
+        nothing: dict[str, Any] = dict.fromkeys(
+            ("flops_per_device", "prediction", "fused_attention", "compile_seconds")
+        )
+        return self._finished(needs, has, [], common, flops={}, communication={}, **nothing)
+
+    def _finished(self, needs: Memory, has: Available, warnings, common, **read: Any) -> Plan:
+        host_has = self.target.kind.host_memory_bytes or this_host_bytes()
+        host_fits = not host_has or common["host_bytes"] <= host_has
+        min_hosts = _min_hosts(needs, has, common["audit"], self.target)
+        found = list(warnings)
+        if needs.peak_bytes > has.num_bytes:
+            found.insert(0, _too_large(needs, has, min_hosts, self.target))
+        if not host_fits:
+            text = f"a host needs {nbytes(common['host_bytes'])} and has {nbytes(host_has)}"
+            found.insert(0, advice.Warned("host_memory", text))
+        return Plan(
+            fits=needs.peak_bytes <= has.num_bytes and host_fits,
+            peak_bytes_per_device=needs.peak_bytes,
+            device_bytes=has.num_bytes,
+            device_text=has.text,
+            memory=needs.classes,
+            buffers=needs.buffers,
+            warnings=tuple(found),
+            min_hosts=min_hosts,
+            **common,
+            **read,
+        )
+
+    def _tokens(self, config: RunConfig, batch: Mapping[str, Any]) -> dict[str, float | None]:
+        """What turns a step's time into tokens per second and a share of the peak."""
+        if "tokens" not in batch:
+            return {"tokens_per_device": None, "flops_per_token": None}
+        tokens = batch["tokens"]
+        model = as_model(self.experiment(config).model)
+        per_token = model.flops_per_token and model.flops_per_token(tokens.shape[-1])
+        return {
+            "tokens_per_device": tokens.size / self.target.num_devices,
+            "flops_per_token": per_token,
+        }
+
+
+def run_plan(build: Callable[[Any], Any], config: RunConfig, target: Target | None) -> ExitCode:
+    """What `--plan` does: plans, prints, and writes `plan.json` into the run's directory."""
+    planner = Planner(build, config, target)
+    plan = planner.plan(config)
+    print(table.as_text(plan))
+    if config.workdir:
+        path = pathlib.Path(absolute(config.workdir, "workdir")) / "plan.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(plan.to_json(), indent=1).encode())
+        print(f"written to {path}")
+    else:
+        print("plan.json is not written: the run has no workdir")
+    return plan.exit_code
+
+
+def _flags(config: RunConfig, mesh: Mesh) -> tuple[str, ...]:
+    flags = (
+        f"--mesh={format_sizes(dict(mesh.shape))}",
+        f"--global_batch_size={config.global_batch_size}",
+        f"--accumulate_steps={config.accumulate_steps}",
+        f"--remat={config.remat}",
+        f"--precision={config.precision}",
+    )
+    return flags
+
+
+def _estimate(target: Target) -> list[advice.Warned]:
+    if not target.is_simulated:
+        return []
+    text = (
+        f"an estimate: compiled for simulated CPU devices, not for {target.kind.description};"
+        f" kernels, fusions and memory differ"
+    )
+    return [advice.Warned("estimate", text)]
+
+
+def _min_hosts(needs: Memory, has: Available, audit: Audit, target: Target) -> int | None:
+    """Hosts over which the state has to be shared for a step to fit, all else as it is now."""
+    state = ("parameters", "ema_parameters", "gradients", "optimizer_state")
+    local = sum(needs.classes.get(name, 0) for name in state)
+    room = has.num_bytes - (needs.peak_bytes - local)
+    if room <= 0:
+        return None
+    if needs.peak_bytes <= has.num_bytes:
+        room = max(room, local)
+    # Gradients are as many bytes as float32 parameters.
+    params = sum(row.total_bytes for row in audit.rows if row.group == "params")
+    total = audit.total_bytes + params
+    return max(1, -(-total // (room * target.devices_per_host)))
+
+
+def _too_large(
+    needs: Memory, has: Available, min_hosts: int | None, target: Target
+) -> advice.Warned:
+    largest = max(needs.classes, key=lambda name: needs.classes[name]).replace("_", " ")
+    text = (
+        f"it does not fit: {nbytes(needs.peak_bytes)} per device, and {nbytes(has.num_bytes)} are"
+        f" there ({has.text}); the most goes into {largest}"
+    )
+    if min_hosts is None:
+        text += "; more hosts do not help: use --remat, --accumulate_steps or a shorter length"
+    else:
+        text += f"; it needs at least {min_hosts} hosts of {target.devices_per_host} such devices"
+    return advice.Warned("does_not_fit", text)
+
+
+def device_count(target: Target | None) -> int:
+    """How many devices a plan is for."""
+    return jax.device_count() if target is None else target.num_devices
