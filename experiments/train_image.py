@@ -22,7 +22,7 @@ class ImageConfig(RunConfig):
     allow_replicated: float = override(RunConfig, "allow_replicated", 1.0)
     model: ConvNetConfig = field(default_factory=ConvNetConfig)
     optimizer: OptimizerConfig = field(
-        default_factory=functools.partial(OptimizerConfig, learning_rate=3e-3, warmup_steps=10)
+        default_factory=functools.partial(OptimizerConfig, learning_rate=3e-3, warmup_steps=-1)
     )
 
 

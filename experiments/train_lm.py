@@ -21,7 +21,7 @@ class LmConfig(RunConfig):
     model: TransformerConfig = field(default_factory=TransformerConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optimizer: OptimizerConfig = field(
-        default_factory=functools.partial(OptimizerConfig, learning_rate=3e-3, warmup_steps=10)
+        default_factory=functools.partial(OptimizerConfig, learning_rate=3e-3, warmup_steps=-1)
     )
     z_loss: float = field(
         0.0, minimum=0, help="weight of the squared logarithm of the softmax's normaliser; 0: none"

@@ -84,7 +84,11 @@ class OptimizerConfig(Config):
         help="learning rate after the warm-up; wsd: constant, then a linear decay",
     )
     warmup_steps: int = field(
-        0, unit="steps", minimum=0, maximum=_INT32_MAX, help="linear warm-up from 0, any schedule"
+        0,
+        unit="steps",
+        minimum=-1,
+        maximum=_INT32_MAX,
+        help="linear warm-up from 0, any schedule; -1: a tenth of num_steps, at most 2000",
     )
     final_learning_rate_ratio: float = field(
         0.1,

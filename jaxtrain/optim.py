@@ -27,13 +27,18 @@ Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 """Optimizer step, counted from 0 -> learning rate, float32."""
 
 
+def _warmup_steps(config: OptimizerConfig, num_steps: int) -> int:
+    """Number of steps in which the rate rises to its peak."""
+    return min(num_steps // 10, 2000) if config.warmup_steps < 0 else config.warmup_steps
+
+
 def _decay_steps(config: OptimizerConfig, num_steps: int) -> int:
     """Number of steps in which the rate falls from its peak."""
     if config.schedule == "constant":
         return 0
     if config.schedule == "wsd":
         return round(config.decay_fraction * num_steps)
-    return num_steps - config.warmup_steps
+    return num_steps - _warmup_steps(config, num_steps)
 
 
 def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> Schedule:
@@ -48,10 +53,10 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> Schedule:
     Raises:
         ConfigError: if warm-up and decay do not fit into `num_steps`.
     """
-    decay_steps = _decay_steps(config, num_steps)
-    if config.warmup_steps + decay_steps > num_steps or decay_steps < 0:
+    warmup_steps, decay_steps = _warmup_steps(config, num_steps), _decay_steps(config, num_steps)
+    if warmup_steps + decay_steps > num_steps or decay_steps < 0:
         raise ConfigError(
-            f"warmup_steps={config.warmup_steps} and the {max(decay_steps, 0)} decay steps of "
+            f"warmup_steps={warmup_steps} and the {max(decay_steps, 0)} decay steps of "
             f"schedule={config.schedule} do not fit into num_steps={num_steps}; train longer or "
             "lower optimizer.warmup_steps (or optimizer.decay_fraction for wsd)."
         )
@@ -66,9 +71,9 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> Schedule:
             if config.schedule == "cosine":
                 left = 0.5 * (1.0 - jnp.cos(np.pi * left))
             rate = final + (peak - final) * left
-        if config.warmup_steps:
-            warmup = peak * (step_f32 / config.warmup_steps)
-            rate = jnp.where(step_f32 < config.warmup_steps, warmup, rate)
+        if warmup_steps:
+            warmup = peak * (step_f32 / warmup_steps)
+            rate = jnp.where(step_f32 < warmup_steps, warmup, rate)
         return rate
 
     return schedule

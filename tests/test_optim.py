@@ -70,6 +70,15 @@ def test_schedule_values(schedule, warmup_steps):
     np.testing.assert_allclose(rates, numpy_schedule(config, 20), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("num_steps", "expected"), [(5, 0), (500, 50), (100_000, 2000)])
+def test_warmup_that_follows_the_length_of_the_run(num_steps, expected):
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=-1)
+    given = OptimizerConfig(learning_rate=2.0, warmup_steps=expected)
+    for step in (0, 1, expected // 2, expected, num_steps - 1):
+        rate = optim.learning_rate_schedule(config, num_steps)(step)
+        np.testing.assert_allclose(rate, numpy_schedule(given, num_steps)[step], rtol=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
 def test_warmup_of_four_steps(schedule):
     config = OptimizerConfig(learning_rate=2.0, schedule=schedule, warmup_steps=4)
