@@ -18,6 +18,7 @@ from typing import Protocol
 import jax
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.host import accelerators
 
 _log = logging.getLogger("jaxtrain")
 
@@ -46,7 +47,10 @@ def configure_backend(config: BackendConfig) -> None:
     Raises:
         ConfigError: when a setting comes too late because the backend runs already.
     """
-    # 1. What a backend reads when it starts.
+    # 1. What a backend reads when it starts. A package for devices that are not here, installed to
+    #    plan for them, would complain on the way to the CPU.
+    if not jax.config.jax_platforms and accelerators(only_usable=False) and not accelerators():
+        jax.config.update("jax_platforms", "cpu")
     _set_cpu_devices(config.num_cpu_devices)
     if not any(os.environ.get(name) for name in _MEMORY_VARIABLES):
         os.environ[_MEMORY_VARIABLES[0]] = str(config.memory_fraction)

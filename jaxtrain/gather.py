@@ -103,7 +103,12 @@ def constrain_if(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
 
 
 def saves_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy that drops gathered parameters, and nothing else."""
+    """A `jax.checkpoint` policy that drops gathered parameters, and nothing else.
+
+    Nor does it keep what is only reshaped, which costs nothing: it may be a gathered parameter.
+    """
+    if primitive.name == "reshape":
+        return False
     if primitive.name != "custom_vjp_call" or "call_jaxpr" not in params:
         return True
     # A policy sees neither the function nor its name, but a gather is made of these alone.

@@ -1,15 +1,19 @@
 """What a process asks of its host before anything heavy starts."""
 
+import ctypes
+import glob
 import importlib.util
 import os
 import platform
 import sys
 from collections.abc import Mapping
 
-__all__ = ["restart_with_huge_pages"]
+__all__ = ["accelerators", "restart_with_huge_pages"]
 
 _TUNABLE = "glibc.malloc.hugetlb=1"
-_ACCELERATORS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "libtpu")
+_CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_PLUGINS = (*_CUDA_PLUGINS, "jax_rocm7_plugin", "libtpu")
+_GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 def restart_with_huge_pages() -> str:
@@ -30,13 +34,39 @@ def restart_with_huge_pages() -> str:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def accelerators(*, only_usable: bool = True) -> list[str]:
+    """Names of the installed packages that make JAX run on an accelerator.
+
+    Args:
+        only_usable: leave out those that cannot find a device here: there is no NVIDIA driver, or
+            no TPU on the bus. The extra `plan` installs them to compile for devices elsewhere.
+    """
+    installed = [name for name in _PLUGINS if importlib.util.find_spec(name)]
+    return [name for name in installed if not only_usable or _may_find_a_device(name)]
+
+
+def _may_find_a_device(plugin: str) -> bool:
+    if plugin in _CUDA_PLUGINS:
+        try:
+            ctypes.CDLL("libcuda.so.1")  # the driver's, which no package brings along
+        except OSError:
+            return False
+    if plugin == "libtpu":
+        for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
+            with open(path) as file:
+                if file.read().strip() == _GOOGLE_PCI_VENDOR:
+                    return True
+        return False
+    return True
+
+
 def _reason_against(environ: Mapping[str, str]) -> str:
     """What huge pages are, where a restart changes nothing; empty where it turns them on."""
     if "glibc.malloc.hugetlb=1" in environ.get("GLIBC_TUNABLES", ""):
         return "on"
     if "glibc.malloc.hugetlb" in environ.get("GLIBC_TUNABLES", ""):
         return "off, by GLIBC_TUNABLES"
-    plugins = [name for name in _ACCELERATORS if importlib.util.find_spec(name)]
+    plugins = accelerators()
     if plugins and environ.get("JAX_PLATFORMS") != "cpu":
         return f"off, {plugins[0]} is installed and they help on CPU only"
     library, version = platform.libc_ver()

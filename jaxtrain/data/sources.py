@@ -92,6 +92,12 @@ class ArrayDataset:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory; arrays that are maps of files need none."""
+        bases = ((value, value.base) for value in self.arrays.values())
+        return sum(v.nbytes for v, base in bases if not isinstance(base, np.memmap))
+
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies the rows `indices` (int64 [R], in this order): name -> [R, ...]."""
         return {key: value[indices] for key, value in self.arrays.items()}

@@ -121,6 +121,8 @@ def memory_of(
         computation, maker = makers.get(value.instruction, (None, None))
         op_name = maker.op_name if maker else ""
         shape = value.shape.partition("{")[0]
+        if computation is not None and maker is not None and not op_name:
+            op_name = origin(module, computation, maker, value.index).op_name
         name = _class_of(shape, op_name, gradient_shapes)
         classes[name] += value.num_bytes
         if len(found) < _NUM_SHOWN and computation is not None and maker is not None:
@@ -290,8 +292,10 @@ def _class_of(shape: str, op_name: str, gradient_shapes: set[tuple[int, ...]]) -
         return "activations_and_temporaries"
     is_backward = any(mark in op_name for mark in ("transpose(", "reduce_gradients", "mean_grad"))
     is_of_loss = "jvp(loss)" in op_name and array.dtype == "f32"
+    # Copies and the elements of loops have no name of their own; the shape has to do.
+    is_carried = not op_name and array.dtype == "f32"
     is_sum = "accumulate" in op_name and "jvp(" not in op_name
-    is_gradient = is_backward or is_of_loss or is_sum
+    is_gradient = is_backward or is_of_loss or is_carried or is_sum
     return "gradients" if is_gradient else "activations_and_temporaries"
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.values import did_you_mean
 
 HERE = "here"
 SIMULATED = "@cpu"
@@ -160,9 +159,10 @@ def parse_target(text: str) -> Target | None:
     body = text.removesuffix(SIMULATED)
     name, _, shape = body.partition(":")
     if name not in kind_names():
-        listed = f"{HERE}, {', '.join(kind_names())}"
-        hint = did_you_mean(name, [HERE, *kind_names()]) or f"; the targets are {listed}"
-        raise ConfigError(f"plan={text}: there is no target {name!r}{hint}")
+        raise ConfigError(
+            f"plan={text}: there is no target {name!r}; the targets are {HERE},"
+            f" {', '.join(kind_names())}"
+        )
     kind = device_kind(name)
     sizes = _parse_shape(text, shape, kind)
     is_simulated = body != text
