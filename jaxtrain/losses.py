@@ -202,6 +202,8 @@ def _all_chunks(plan: _Plan, with_grads: bool, hidden_BTD, head_DV, targets_BT, 
         return _chunk(plan, with_grads, hidden_BTD, head_DV, targets_BT, mask_BT)
     num_rows, length, width = hidden_BTD.shape
     chunk = math.ceil(length / plan.num_chunks)
+    # Matrix units take rows by eights; in a short chunk rounding up would be a large part of it.
+    chunk += -chunk % 8 if chunk >= 64 else 0
     num_chunks = math.ceil(length / chunk)
 
     def cut(x: jax.Array) -> jax.Array:

@@ -248,16 +248,13 @@ def test_the_number_of_chunks_follows_what_a_device_holds():
 def test_a_chunk_of_a_large_vocabulary_is_not_cut_to_a_few_positions():
     """64 MB are 128 positions of 131,072 scores; every chunk adds to the head's whole gradient."""
     vocab_size = 131_072
-    params = {
-        "hidden": jax.ShapeDtypeStruct((1, 4096, 8), jnp.float32),
-        "head": jax.ShapeDtypeStruct((8, vocab_size), jnp.float32),
-    }
-    batch = {
-        "targets": jax.ShapeDtypeStruct((1, 4096), jnp.int32),
-        "loss_mask": jax.ShapeDtypeStruct((1, 4096), jnp.float32),
-    }
+    params = {"head": jax.ShapeDtypeStruct((8, vocab_size), jnp.float32)}
+    batch = {}
 
-    def scores(**kwargs):
+    def scores(length=4096, **kwargs):
+        params["hidden"] = jax.ShapeDtypeStruct((1, length, 8), jnp.float32)
+        batch["targets"] = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        batch["loss_mask"] = jax.ShapeDtypeStruct((1, length), jnp.float32)
         loss_fn = lm_loss(head_model(vocab_size), **kwargs)
         loss = lambda params, batch: loss_fn(params["hidden"], batch, params)["loss"][0]  # noqa: E731
         text = str(jax.make_jaxpr(jax.grad(loss))(params, batch))
@@ -265,6 +262,8 @@ def test_a_chunk_of_a_large_vocabulary_is_not_cut_to_a_few_positions():
 
     assert scores() == {1024}
     assert scores(chunk_bytes=2**26) == {128}
+    # Matrix units take rows by eights: 3 chunks of 1,000 and not of 994.
+    assert scores(length=2980) == {1000}
 
 
 def test_bad_arguments_are_refused():

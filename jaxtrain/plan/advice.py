@@ -221,7 +221,7 @@ def _little_work(module: Module, prediction: Prediction) -> list[Warned]:
     return [
         Warned(
             "little_work",
-            f"a step is {launches:,} kernels of {seconds(mean)} on average, about what it"
+            f"a step is {launches:,} kernels of {1e6 * mean:.1f} us on average, about what it"
             f" takes to launch one; give each device more rows, or use fewer devices",
         )
     ]

@@ -27,8 +27,9 @@ from jaxtrain.plan import work
 from jaxtrain.plan.hlo import Computation, Instruction, Module
 from jaxtrain.plan.traffic import Collective
 
-MATRIX_EFFICIENCY = 0.65
-"""Share of the peak that large matrix products and fused attention reach."""
+MATRIX_EFFICIENCY = 0.57
+"""Share of the peak that matrix products and fused attention reach: nominal peaks suppose clocks
+that a full load does not sustain."""
 BANDWIDTH_EFFICIENCY = 0.8
 """Share of the memory bandwidth that elementwise kernels reach."""
 LINK_EFFICIENCY = 0.8
