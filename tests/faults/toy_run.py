@@ -86,7 +86,7 @@ def watched(experiment: Experiment, config: RunConfig, moments: Moments) -> Expe
 
 
 def _install(moments: Moments) -> None:
-    from jaxtrain import checkpoint, loop, metrics
+    from jaxtrain import checkpoint, loop, metrics, program
 
     for name in (
         *("save_started", "commit_started", "commit_finished", "delete_started"),
@@ -95,15 +95,13 @@ def _install(moments: Moments) -> None:
         assert hasattr(checkpoint, f"_{name}")
         setattr(checkpoint, f"_{name}", lambda step, name=name: moments(name, step))
 
-    compile_step, eval_batches = loop.compile_step, loop.eval_batches
+    compile_step, eval_batches = program.compile_step, loop.eval_batches
     write, replace = metrics.JsonlWriter.write, os.replace
 
     def compiling(fn, args, **options):
-        if fn.__name__ == "step":
-            moments("compile", fn.__name__)
+        moments("compile", fn.__name__)
         compiled = compile_step(fn, args, **options)
-        if fn.__name__ == "step":
-            moments("compiled", fn.__name__)
+        moments("compiled", fn.__name__)
         return compiled
 
     def evaluating(*args, **kwargs):
@@ -128,7 +126,7 @@ def _install(moments: Moments) -> None:
         if name:
             moments(f"{name}_done", Path(target).name)
 
-    loop.compile_step, loop.eval_batches = compiling, evaluating
+    program.compile_step, loop.eval_batches = compiling, evaluating
     metrics.JsonlWriter.write, os.replace = writing, replacing
 
 
