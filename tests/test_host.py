@@ -119,15 +119,25 @@ def test_obeys_what_the_environment_says(tmp_path, tunables, expected):
 
 
 def test_not_where_an_accelerator_is_used(tmp_path):
-    (tmp_path / "libtpu.py").write_text("")
+    (tmp_path / "jax_rocm7_plugin.py").write_text("")
     found, pids = run(tmp_path, ["script.py"], JAX_PLATFORMS="")
     assert len(pids) == 1
-    assert found["found"] == "off, libtpu is installed and they help on CPU only"
+    assert found["found"] == "off, jax_rocm7_plugin is installed and they help on CPU only"
+
+
+@needs_huge_pages
+@pytest.mark.skipif(bool(host.accelerators()), reason="this machine has an accelerator")
+def test_packages_that_only_compile_for_devices_elsewhere_do_not_matter(tmp_path):
+    (tmp_path / "libtpu.py").write_text("")
+    (tmp_path / "jax_cuda13_plugin.py").write_text("")
+    found, pids = run(tmp_path, ["script.py"], JAX_PLATFORMS="")
+    assert len(pids) == 2
+    assert found["found"] == "on"
 
 
 @needs_huge_pages
 def test_an_accelerator_that_is_not_used_does_not_matter(tmp_path):
-    (tmp_path / "libtpu.py").write_text("")
+    (tmp_path / "jax_rocm7_plugin.py").write_text("")
     found, _ = run(tmp_path, ["script.py"], JAX_PLATFORMS="cpu")
     assert found["found"] == "on"
 

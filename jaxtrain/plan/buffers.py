@@ -3,19 +3,26 @@
 XLA lays all temporaries into one block; how it does so stands in no public data structure of JAX
 for devices that are not attached (`serialized_buffer_assignment_proto` is empty there). It does
 write two text files where `xla_dump_to` names a directory, on every platform: the buffer assignment
-(each value with its allocation, offset and size) and the live ranges with the list of values that
-are alive at the peak. The formats are those of `BufferAssignment::ToString` and
-`HloLiveRange::ToString` (xla/service/buffer_assignment.cc, xla/hlo/utils/hlo_live_range.cc).
+(each value with its allocation, offset and size) and the live ranges (when in the schedule each
+value is alive). The list of values at the peak that the latter ends with is not used: it belongs to
+another moment than that of the most memory. The formats are those of `BufferAssignment::ToString`
+and `HloLiveRange::ToString` (xla/service/buffer_assignment.cc, xla/hlo/utils/hlo_live_range.cc).
 """
 
 import dataclasses
+import heapq
 import pathlib
 import re
 from typing import NamedTuple
 
+_Key = tuple[str, tuple[int, ...]]
+"""Name of an instruction, and which element of its result."""
+
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+), (.*)")
 _VALUE = re.compile(r"\s*value: <\d+ (\S+?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\S+)")
-_AT_PEAK = re.compile(r"\s+(\S+?)(\{[\d,]*\}): (\d+) bytes")
+_RANGE = re.compile(r"\s+(\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
+_NUM_MOMENTS = 64
+"""Moments that are looked at closely, those with the most bytes when shared ones count twice."""
 
 
 class Value(NamedTuple):
@@ -63,15 +70,12 @@ def read_dump(directory: pathlib.Path, platform: str) -> Assignment | None:
     if not assignments or not ranges or not programs:
         return None
     temp_bytes, values = _temporaries(assignments[-1].read_text(), all_colors=platform == "gpu")
-    alive = [values[key] for key in _alive_at_peak(ranges[-1].read_text()) if key in values]
-    alive.sort(key=lambda value: -value.num_bytes)
+    alive = _most_alive(values, _live_ranges(ranges[-1].read_text()))
     text = programs[-1].read_text()
-    return Assignment(temp_bytes, tuple(_without_overlap(alive)), text)
+    return Assignment(temp_bytes, tuple(alive), text)
 
 
-def _temporaries(
-    text: str, *, all_colors: bool
-) -> tuple[int, dict[tuple[str, tuple[int, ...]], Value]]:
+def _temporaries(text: str, *, all_colors: bool) -> tuple[int, dict[_Key, Value]]:
     """Bytes of the blocks of temporaries, and their values."""
     total, values, base = 0, {}, -1
     for line in text.splitlines():
@@ -88,16 +92,38 @@ def _temporaries(
     return total, values
 
 
-def _alive_at_peak(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Names of the values that are alive at the peak."""
-    _, _, section = text.partition("(peak):\n")
-    alive = []
-    for line in section.splitlines():
-        found = _AT_PEAK.match(line)
-        if found is None:
-            break
-        alive.append((found[1], _index(found[2])))
-    return alive
+def _live_ranges(text: str) -> dict[_Key, tuple[int, int]]:
+    """First and last moment of the schedule at which each value is alive."""
+    ranges = {}
+    for line in text.splitlines():
+        found = _RANGE.match(line)
+        if found:
+            ranges[found[1], _index(found[2])] = int(found[3]), int(found[4])
+    return ranges
+
+
+def _most_alive(values: dict[_Key, Value], ranges: dict[_Key, tuple[int, int]]) -> list[Value]:
+    """The values at the moment when they cover the most bytes, largest first."""
+    changes: dict[int, int] = {}
+    for key in values.keys() & ranges.keys():
+        start, end = ranges[key]
+        changes[start] = changes.get(start, 0) + values[key].num_bytes
+        changes[end + 1] = changes.get(end + 1, 0) - values[key].num_bytes
+    moments, total = [], 0
+    for moment in sorted(changes):
+        total += changes[moment]
+        moments.append((total, moment))
+    best: list[Value] = []
+    for _, moment in heapq.nlargest(_NUM_MOMENTS, moments):
+        alive = [
+            values[key]
+            for key in values.keys() & ranges.keys()
+            if ranges[key][0] <= moment <= ranges[key][1]
+        ]
+        alive.sort(key=lambda value: (-value.num_bytes, value.offset))
+        alive = _without_overlap(alive)
+        best = max(best, alive, key=lambda found: sum(value.num_bytes for value in found))
+    return best
 
 
 def _without_overlap(values: list[Value]) -> list[Value]:

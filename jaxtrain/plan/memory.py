@@ -284,18 +284,16 @@ def _sorted(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _class_of(shape: str, op_name: str, gradient_shapes: set[tuple[int, ...]]) -> str:
     """A temporary is a gradient if it has the shape of one and comes from the backward pass.
 
-    Or from what comes after it, or from the loss, which makes its own in the forward pass. What the
-    loop over micro-batches carries is one, what its forward passes make is not.
+    Or from the loss, which makes its own gradient in the forward pass. What a loop carries, sums
+    over micro-batches for one, often has no name that tells; there float32 has to do.
     """
     array = hlo.parse_arrays(shape)[0] if "[" in shape else None
     if array is None or _sorted(array.dims) not in gradient_shapes or "/optimizer/" in op_name:
         return "activations_and_temporaries"
-    is_backward = any(mark in op_name for mark in ("transpose(", "reduce_gradients", "mean_grad"))
+    is_backward = "transpose(" in op_name
     is_of_loss = "jvp(loss)" in op_name and array.dtype == "f32"
-    # Copies and the elements of loops have no name of their own; the shape has to do.
-    is_carried = not op_name and array.dtype == "f32"
-    is_sum = "accumulate" in op_name and "jvp(" not in op_name
-    is_gradient = is_backward or is_of_loss or is_carried or is_sum
+    is_carried = "jvp(" not in op_name and array.dtype == "f32"
+    is_gradient = is_backward or is_of_loss or is_carried
     return "gradients" if is_gradient else "activations_and_temporaries"
 
 
