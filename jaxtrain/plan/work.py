@@ -19,6 +19,7 @@ caches between two kernels is counted as traffic.
 import dataclasses
 import functools
 import json
+import math
 import re
 from typing import NamedTuple
 
@@ -146,15 +147,17 @@ def flops_of(module: Module, computation: Computation, instruction: Instruction)
 
 def _custom_call(instruction: Instruction, operands: list[Array]) -> list[Flops]:
     target = instruction.attributes.get("custom_call_target", "").strip('"')
-    if target.startswith(("__cublas$", "__onednn$matmul", "__triton_gemm")):
+    if target.startswith(("__cublas$", "__onednn$matmul")):
         contracted = _gemm_contraction(instruction) or (len(operands[0].dims) - 1,)
         return [_matmul(instruction.arrays[0], operands[0], contracted)]
     if target.startswith("__cudnn$conv"):
-        forward = {"__cudnn$convBackwardInput": operands[0]}.get(target, instruction.arrays[0])
-        if target == "__cudnn$convBackwardFilter":
-            return [_convolution(instruction, operands[0], instruction.arrays[0], operands[1])]
-        image = instruction.arrays[0] if forward is operands[0] else operands[0]
-        return [_convolution(instruction, image, operands[1], forward)]
+        # Image, kernel and result of the forward convolution, whichever of them this one makes.
+        first, second, made = operands[0], operands[1], instruction.arrays[0]
+        image, kernel, result = {
+            "__cudnn$convBackwardInput": (made, second, first),
+            "__cudnn$convBackwardFilter": (first, made, second),
+        }.get(target, (first, second, made))
+        return [_convolution(instruction, image, kernel, result)]
     if target.startswith("__cudnn$fmha"):
         return [_attention(instruction, target, operands)]
     return []
@@ -177,14 +180,13 @@ def _attention(instruction: Instruction, target: str, operands: list[Array]) -> 
     found = re.search(
         r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*(\[[^\]]*\])', instruction.rest
     )
-    batch, heads, length, keys = (int(n) for n in json.loads(found[1])) if found else (0, 0, 0, 0)
-    head_dim = operands[0].dims[-1]
+    if found is None:
+        raise ValueError(f"no shape of scores in {instruction.name} = {target}")
+    scores = math.prod(int(n) for n in json.loads(found[1]))
     products = 5 if "Backward" in target else 2
     share = 0.5 if re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', instruction.rest) else 1.0
-    return Flops(
-        "attention", operands[0].dtype, products * 2.0 * batch * heads * length * keys
-        * head_dim * share,
-    )  # fmt: skip
+    count = products * 2.0 * scores * operands[0].dims[-1] * share
+    return Flops("attention", operands[0].dtype, count)
 
 
 def _convolution(instruction: Instruction, image: Array, kernel: Array, result: Array) -> Flops:
