@@ -63,3 +63,48 @@ def while_text(trips, body="body", name="while.1"):
         f"%{name} = (s32[], bf16[64,128]{{1,0}}) while(%init), condition=%condition,"
         f' body=%{body}, metadata={{op_name="jit(step)/jvp(layers)/while"}}{known}'
     )
+
+
+def tpu_gather(between="", shape="bf16[500000]{0}", whole="bf16[2000000]{0}"):
+    """How a TPU gathers asynchronously: (entry instructions, computations).
+
+    Start and end are fusions with a copy of the collective each; fusions between them hold further
+    copies.
+    """
+    line = (
+        f"%gather = {whole} all-gather(%p), replica_groups=[2,4]<=[8], dimensions={{0}},"
+        ' frontend_attributes={chain_id="3"}'
+    )
+    start = f"""
+    %p = {shape} parameter(0)
+    {line}
+    ROOT %c = ({shape}, {whole}, u32[]) custom-call(%gather), TARGET
+    """
+    step = f"""
+    %p = {shape} parameter(0)
+    %q = {whole} parameter(1)
+    %x = f32[1000]{{0}} parameter(2)
+    {line}
+    %n = f32[1000]{{0}} negate(%x)
+    ROOT %t = (f32[1000]{{0}}, {shape}, {whole}, {whole}) tuple(%n, %p, %q, %gather)
+    """
+    done = f"""
+    %p = {shape} parameter(0)
+    {line}
+    ROOT %c = {whole} custom-call(%p, %gather), custom_call_target="AsyncCollectiveDone"
+    """
+    entry = f"""
+    %half = {shape} parameter(9)
+    %x = f32[1000]{{0}} parameter(8)
+    %s = ({shape}, {whole}, u32[]) fusion(%half), kind=kCustom, calls=%start
+    %g1 = {shape} get-tuple-element(%s), index=0
+    %g2 = {whole} get-tuple-element(%s), index=1
+    %m = (f32[1000]{{0}}, {shape}, {whole}, {whole}) fusion(%g1, %g2, %x), kind=kLoop, calls=%step
+    BETWEEN
+    %g3 = {shape} get-tuple-element(%m), index=1
+    %d = {whole} fusion(%g3), kind=kCustom, calls=%done
+    """
+    start = start.replace("TARGET", 'custom_call_target="AsyncCollectiveStart"')
+    entry = textwrap.dedent(entry).replace("BETWEEN", between.strip())
+    parts = (("start", start), ("step", step), ("done", done))
+    return entry, *(computation(name, text) for name, text in parts)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from planning import CONDITION, MACHINE, K, M, computation, module_text, while_text
+from planning import CONDITION, MACHINE, K, M, computation, module_text, tpu_gather, while_text
 
 from jaxtrain.plan import cost, hlo
 from jaxtrain.plan.traffic import communication
@@ -107,6 +107,16 @@ def test_an_all_to_all_crosses_with_what_is_meant_for_other_hosts():
     """1e6 bytes, 4 devices on 2 hosts: half of the array crosses, 5 ms."""
     entry = HALF + "%c = bf16[500000]{0} all-to-all(%half), replica_groups=[2,4]<=[8]\n"
     assert predict(entry, devices_per_host=2).step_seconds == pytest.approx(5e-3)
+
+
+def test_a_tpu_gathers_while_it_computes():
+    """3 ms behind a product of 6 ms, and the 8 us of the fusion that holds the collective."""
+    found = predict(*tpu_gather(PRODUCT))
+    assert found.exposed_seconds == 0
+    assert found.step_seconds == pytest.approx(6.008e-3)
+    found = predict(*tpu_gather())
+    assert found.step_seconds == pytest.approx(3e-3)
+    assert found.exposed_by == pytest.approx({"s": 3e-3 - 8e-6})
 
 
 def test_loops_multiply():

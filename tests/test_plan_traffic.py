@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from planning import CONDITION, computation, module_text, while_text
+from planning import CONDITION, computation, module_text, tpu_gather, while_text
 
 from jaxtrain.mesh import make_mesh
 from jaxtrain.plan import hlo
@@ -173,6 +173,12 @@ def test_collectives_behind_async_start_are_found():
     """
     (found,) = listed(entry, wrapped)
     assert (found.kind, found.bytes_sent, found.is_async) == ("reduce-scatter", 2800, True)
+
+
+def test_the_fusions_of_a_tpu_are_one_collective():
+    (found,) = listed(*tpu_gather())
+    assert (found.name, found.kind, found.is_async) == ("s", "all-gather", True)
+    assert (found.axis, found.bytes_sent) == ("fsdp+tensor", 3e6)
 
 
 def test_another_mesh_than_that_of_the_program_is_refused():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from planning import CONDITION, LOOP, computation, module_text, while_text
+from planning import CONDITION, LOOP, computation, module_text, tpu_gather, while_text
 
 from jaxtrain.losses import lm_loss
 from jaxtrain.mesh import make_mesh
@@ -234,6 +234,11 @@ def test_an_array_that_is_cut_and_also_used_whole_is_read_whole():
     shapes = {"p": "f32[32,100]{1,0}", "i": "s32[]"}
     moved = fused(body, shapes, "(f32[1,100]{1,0}, f32[32,100]{1,0})")
     assert moved == 12_800 + 4 + 400 + 12_800
+
+
+def test_what_a_tpu_gathers_is_no_traffic_of_the_fusion_that_hands_it_on():
+    found = count(*tpu_gather())
+    assert (found.num_launches, found.memory_bytes) == (1, 8000)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from jaxtrain.plan import work
+from jaxtrain.plan.collectives import part_of
 from jaxtrain.plan.hlo import Computation, Instruction, Module
 from jaxtrain.plan.traffic import Collective
 
@@ -228,24 +229,21 @@ class _Schedule:
         """Runs one computation from its first to its last instruction."""
         spent, phase = _Spent(), "update"
         links_free_at = 0.0
-        ends: dict[str, float] = {}
+        running: dict[str, tuple[str, float]] = {}
         for instruction in computation.instructions.values():
             phase = _phase(instruction.op_name) or phase
             for body, times in self._module.inside(computation, instruction):
                 spent.add(self.run(body), times)
-            collective = self._collectives.get(instruction.name)
-            if collective is not None:
-                start = max(spent.seconds, links_free_at)
-                links_free_at = start + link_seconds(collective, self._machine)
-                ends[instruction.name] = links_free_at
-                if not collective.is_async:
-                    self._wait(spent, instruction.name, links_free_at, phase)
-            elif instruction.opcode.endswith("-done"):
-                started = self._start_of(computation, instruction)
-                if started in ends:
-                    self._wait(spent, started, ends[started], phase)
-            else:
+            part = part_of(self._module, computation, instruction)
+            if part is None:
                 self._launch(spent, computation, instruction, phase)
+            elif instruction.name in self._collectives:
+                start = max(spent.seconds, links_free_at)
+                collective = self._collectives[instruction.name]
+                links_free_at = start + link_seconds(collective, self._machine)
+                running[part.chain] = (instruction.name, links_free_at)
+            if part is not None and part.role in ("done", "whole") and part.chain in running:
+                self._wait(spent, *running.pop(part.chain), phase)
         return spent
 
     def _launch(self, spent, computation: Computation, instruction: Instruction, phase: str):
@@ -265,14 +263,6 @@ class _Schedule:
         spent.exposed[name] = spent.exposed.get(name, 0.0) + waits
         spent.seconds += waits
         spent.in_phase(phase, 0.0, waits)
-
-    @staticmethod
-    def _start_of(computation: Computation, done: Instruction) -> str:
-        """The instruction that started what `done` waits for; updates may stand between them."""
-        name = done.operands[0] if done.operands else ""
-        while name and computation.instructions[name].opcode.endswith("-update"):
-            name = computation.instructions[name].operands[0]
-        return name
 
 
 def _phase(op_name: str) -> str | None:

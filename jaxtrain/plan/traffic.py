@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxtrain.mesh import factor_over_nodes
+from jaxtrain.plan.collectives import Part, part_of
 from jaxtrain.plan.hlo import Module, Site
-from jaxtrain.plan.work import base_opcode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +94,9 @@ def communication(
     layout = _Layout.of(tuple(mesh_axes.items()), devices_per_host)
     found = []
     for site in module.walk():
-        kind = base_opcode(module, site.instruction)
-        if kind and kind != "recv" and not site.instruction.opcode.endswith(("-done", "-update")):
-            found.append(_collective(module, site, kind, layout))
+        part = part_of(module, site.computation, site.instruction)
+        if part is not None and part.kind != "recv" and part.role in ("start", "whole"):
+            found.append(_collective(module, site, part, layout))
     return found
 
 
@@ -129,32 +129,29 @@ def loop_scopes(op_name: str) -> tuple[str, ...]:
     return tuple(scope.rpartition("(")[2].rstrip(")") for scope in scopes)
 
 
-def _collective(module: Module, site: Site, kind: str, layout: "_Layout") -> Collective:
-    instruction = site.instruction
-    inner = instruction
-    if instruction.opcode == "async-start":
-        inner = module.called(instruction)[0].root
+def _collective(module: Module, site: Site, part: Part, layout: "_Layout") -> Collective:
+    inner = part.instruction
     groups = _groups_of(inner.attributes, layout.num_devices)
     is_pairs = "source_target_pairs" in inner.attributes
-    arrays = site.computation.operand_arrays(instruction)
+    arrays = part.computation.operand_arrays(inner)
     group_size = groups.shape[1]
     whole = sum(array.num_bytes for array in arrays)
-    whole *= group_size if kind == "all-gather" else 1
+    whole *= group_size if part.kind == "all-gather" else 1
     axis, devices_inside = layout.describe(groups)
     return Collective(
-        name=instruction.name,
-        kind=kind,
+        name=site.instruction.name,
+        kind=part.kind,
         axis=axis,
         group_size=group_size,
         devices_inside=devices_inside,
         num_bytes=whole,
-        bytes_sent=bytes_sent(kind, whole, group_size) * (groups.size > 0 or not is_pairs),
+        bytes_sent=bytes_sent(part.kind, whole, group_size) * (groups.size > 0 or not is_pairs),
         dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
         times=site.times,
-        loops=loop_scopes(instruction.op_name),
-        is_async=instruction.opcode.endswith("-start"),
-        op_name=instruction.op_name,
-        source=module.source(instruction),
+        loops=loop_scopes(inner.op_name),
+        is_async=part.role == "start",
+        op_name=inner.op_name,
+        source=module.source(inner),
     )
 
 

@@ -25,18 +25,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxtrain.plan.collectives import COLLECTIVES, part_of
 from jaxtrain.plan.hlo import Array, Computation, Instruction, Module
 
 # These launch nothing, or launch what `Module.walk` visits by itself.
 _FREE = {
-    "add-dependency", "after-all", "bitcast", "call", "conditional", "constant", "domain",
-    "get-tuple-element", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while",
+    "add-dependency", "after-all", "bitcast", "call", "call-start", "conditional", "constant",
+    "domain", "get-tuple-element", "opt-barrier", "parameter", "partition-id", "replica-id",
+    "tuple", "while",
 }  # fmt: skip
-COLLECTIVES = (
-    "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
-    "ragged-all-to-all", "recv", "reduce-scatter", "send",
-)  # fmt: skip
-"""Opcodes that move data between devices; their time is that of links, not of memory."""
 _SAME_ELEMENTS = {"bitcast", "convert", "copy", "negate", "reshape", "transpose"}
 
 
@@ -97,25 +94,14 @@ def count(module: Module) -> Work:
 def kernel_of(module: Module, computation: Computation, instruction: Instruction) -> Kernel | None:
     """What one launch costs; None for what is free, a collective, or only waits for its start."""
     opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done") or base_opcode(module, instruction):
+    if opcode in _FREE or opcode.endswith("-done"):
         return None
-    if opcode == "call-start":
+    if part_of(module, computation, instruction) is not None:
         return None
     return Kernel(
         tuple(flops_of(module, computation, instruction)),
         _bytes_of(module, computation, instruction),
     )
-
-
-def base_opcode(module: Module, instruction: Instruction) -> str:
-    """The opcode of a collective without `-start` or `-done`; empty for anything else."""
-    opcode = instruction.opcode
-    if opcode in ("async-start", "async-done", "async-update"):
-        called = module.called(instruction)
-        opcode = called[0].root.opcode if called else ""
-    for ending in ("-start", "-done"):
-        opcode = opcode.removesuffix(ending)
-    return opcode if opcode in COLLECTIVES else ""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -274,6 +260,8 @@ def _share_read(module: Module, body: Computation, value: Instruction) -> float:
             elements += user.arrays[0].size
         elif user.opcode == "dynamic-update-slice" and is_first:
             pass  # Updated in place.
+        elif user.opcode in COLLECTIVES or (value.opcode, user.opcode) == ("parameter", "tuple"):
+            pass  # Handed on, while a collective writes it (TPU).
         elif user.opcode == "scatter" and is_first:
             elements += body.instructions[user.operands[-1]].arrays[0].size
         elif user.opcode in _SAME_ELEMENTS:
@@ -293,7 +281,9 @@ def _share_read(module: Module, body: Computation, value: Instruction) -> float:
 def _written(body: Computation, root: Instruction) -> int:
     """Bytes that a fusion writes."""
     if root.opcode == "tuple":
-        return sum(_written(body, body.instructions[name]) for name in root.operands)
+        parts = [body.instructions[name] for name in root.operands]
+        handed_on = ("parameter", *COLLECTIVES)
+        return sum(_written(body, part) for part in parts if part.opcode not in handed_on)
     source = root
     while source.opcode in _SAME_ELEMENTS and source.operands:
         source = body.instructions[source.operands[0]]
