@@ -224,9 +224,17 @@ def test_a_host_holds_what_its_devices_hold_once():
     assert memory.host_total(uses) == sum(uses.values()) - uses["save"]
     one = memory.host_memory(program, batch, data, parse_target("h100:1x8"))
     assert one["save"] == pytest.approx(state, rel=0.02)
-    simulated = memory.host_memory(program, batch, data, parse_target("cpu:8"))
-    assert "save" not in simulated
-    assert simulated["devices"] >= state
+
+
+def test_simulated_devices_live_on_the_host():
+    program, batch = program_of(RunConfig(global_batch_size=16))
+    target = parse_target("cpu:8")
+    uses = memory.host_memory(program, batch, None, target)
+    assert "save" not in uses
+    needs = memory.Memory({}, 1000, ())
+    assert memory.with_devices(uses, needs, target)["devices"] == 8000
+    gpus = parse_target("h100:1x8")
+    assert "devices" not in memory.with_devices(uses, needs, gpus)
 
 
 def test_random_keys_have_a_size():

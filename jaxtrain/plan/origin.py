@@ -26,6 +26,7 @@ _MOVES = frozenset(
         "concatenate",
         "slice",
         "reduce_precision",
+        "shard_map",
     )
 )
 """Operations of JAX that make no new values."""
@@ -110,10 +111,25 @@ def _step(
         return _operand(computation, maker, 1, ())
     if opcode in _PASSING and maker.operands:
         return _operand(computation, maker, 0, index)
+    if opcode == "parameter" and computation.name in _loop_bodies(module):
+        body = _loop_bodies(module)[computation.name]
+        return body, body.root, index
     if opcode == "parameter" and computation.name in _async_callers(module):
         caller, call = _async_callers(module)[computation.name]
         return _operand(caller, call, int(maker.literal), index)
     return None
+
+
+@functools.lru_cache(maxsize=2)
+def _loop_bodies(module: Module) -> dict[str, Computation]:
+    """Name of a loop's body or condition -> its body, whose result the next turn begins with."""
+    return {
+        called.name: module.called(instruction)[1]
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "while"
+        for called in module.called(instruction)
+    }
 
 
 @functools.lru_cache(maxsize=2)
