@@ -140,12 +140,22 @@ def stacked_areas(
     return _svg(width, height, "".join(parts), "time of a step over the run")
 
 
-def stacked_bar(parts: Sequence[tuple[str, str, float]], *, width: int, height: int) -> str:
-    """One horizontal bar of (name, style, size) parts."""
+def stacked_bar(
+    parts: Sequence[tuple[str, str, float]],
+    *,
+    width: int,
+    height: int,
+    limit: float = 0.0,
+) -> str:
+    """One horizontal bar of (name, style, size) parts; shares are of all of them.
+
+    With a `limit` the width stands for it; parts that exceed it are drawn behind a line.
+    """
     total = sum(size for _, _, size in parts) or 1.0
+    scale = max(total, limit)
     at, drawn = 0.0, []
     for name, style, size in parts:
-        length = width * size / total
+        length = width * size / scale
         box = f'x="{at:.1f}" y="0" width="{max(length - 1, 0.5):.1f}" height="{height}"'
         title = f"<title>{escape(name)} {size / total:.1%}</title>"
         drawn.append(f'<rect class="fill {style}" {box}>{title}</rect>')
@@ -154,6 +164,9 @@ def stacked_bar(parts: Sequence[tuple[str, str, float]], *, width: int, height: 
             place = f'x="{at + 10:.1f}" y="{height / 2 + 4:.1f}"'
             drawn.append(f'<text class="inside" {place}>{escape(label)}</text>')
         at += length
+    if 0 < limit < 0.999 * total:
+        x = width * limit / total
+        drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
     summary = ", ".join(f"{name} {size / total:.0%}" for name, _, size in parts)
     return _svg(width, height, "".join(drawn), summary)
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -16,7 +17,7 @@ from jaxtrain.mesh import format_sizes
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.placement import Layout, opt_state_layouts, param_layouts, param_shardings
 from jaxtrain.rules import DEFAULT_RULES, LogicalAxes, ShardingRules, as_axes, axis_size
-from jaxtrain.state import abstract_state
+from jaxtrain.state import TrainState, abstract_state
 from jaxtrain.tree import named_leaves
 from jaxtrain.units import nbytes
 
@@ -196,12 +197,26 @@ def audit(
     """
     model = as_model(model)
     state = abstract_state(model, optimizer or optax.identity(), ema=ema)
-    layouts = param_layouts(state.params, model.logical_axes, mesh, rules)
-    shardings = param_shardings(state.params, model.logical_axes, mesh, rules)
+    return audit_state(
+        state, model.logical_axes, mesh, rules=rules, allow_replicated=allow_replicated
+    )
+
+
+def audit_state(
+    state: TrainState,
+    logical_axes: Any,
+    mesh: Any,
+    *,
+    rules: ShardingRules = DEFAULT_RULES,
+    allow_replicated: float = DEFAULT_ALLOW_REPLICATED,
+) -> Audit:
+    """`audit` of an abstract state that is there already, on a mesh that may be abstract too."""
+    layouts = param_layouts(state.params, logical_axes, mesh, rules)
+    shardings = param_shardings(state.params, logical_axes, mesh, rules)
     groups: list[tuple[str, list[Layout]]] = [("params", layouts)]
-    if ema:
+    if state.ema_params is not None:
         groups.append(("ema_params", layouts))
-    if optimizer is not None:
+    if jax.tree.leaves(state.opt_state):
         groups.append(
             ("opt_state", opt_state_layouts(state.opt_state, state.params, shardings, mesh))
         )

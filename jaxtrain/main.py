@@ -129,16 +129,21 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     import jax
 
     from jaxtrain.backend import configure_backend
-    from jaxtrain.mesh import parse_mesh, resolve_mesh
+    from jaxtrain.mesh import AUTO, parse_mesh, resolve_mesh
 
     configure_backend(config)
     # `fit` makes the mesh; a wrong one is refused here, before `build` reads data.
-    resolve_mesh(parse_mesh(config.mesh), jax.device_count())
+    if config.mesh != AUTO:
+        resolve_mesh(parse_mesh(config.mesh), jax.device_count())
     for line in summary(config).splitlines():
         _logger.info(line)
     experiment = build(config)
     for name, value in experiment.describe.items():
         _logger.info("%s: %s", name, value)
+    if config.mesh == AUTO:
+        from jaxtrain.plan.commands import with_best_mesh
+
+        config = with_best_mesh(experiment, config)
     if config.audit:
         return _audit(experiment, config)
     from jaxtrain import loop
@@ -177,15 +182,16 @@ def _plan[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode
 
     target = parse_target(config.plan)
     from jaxtrain.backend import configure_backend
-    from jaxtrain.mesh import parse_mesh, resolve_mesh
+    from jaxtrain.mesh import AUTO, parse_mesh, resolve_mesh
+    from jaxtrain.plan.commands import device_count, run_plan
     from jaxtrain.plan.compile_target import prepare_backend
-    from jaxtrain.plan.planner import device_count, run_plan
 
     prepare_backend(target)
     if target is None:
         configure_backend(config)
     # A wrong mesh is refused here, before `build` reads data.
-    resolve_mesh(parse_mesh(config.mesh), device_count(target))
+    if config.mesh != AUTO:
+        resolve_mesh(parse_mesh(config.mesh), device_count(target))
     for line in summary(config).splitlines():
         _logger.info(line)
     return run_plan(build, config, target)

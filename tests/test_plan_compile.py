@@ -22,7 +22,7 @@ from jaxtrain.losses import lm_loss
 from jaxtrain.main import Experiment
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.transformer import TransformerConfig, transformer
-from jaxtrain.plan import compile_target, hlo, planner
+from jaxtrain.plan import compile_target, hlo, planner, table
 from jaxtrain.plan.compile_target import DoesNotFit, compile_for, target_devices, target_here
 from jaxtrain.plan.planner import Planner
 from jaxtrain.plan.targets import parse_target
@@ -171,7 +171,7 @@ def test_a_plan_has_what_the_documentation_says(cpu_plan):
 
 
 def test_the_text_of_a_plan_names_its_classes_and_flags(cpu_plan):
-    text = planner.table.as_text(cpu_plan)
+    text = table.as_text(cpu_plan)
     for part in ("parameters", "optimizer state", "peak", "available", "memory per host", "fits"):
         assert part in text
     assert "--mesh=fsdp:4,tensor:2" in text
@@ -247,7 +247,7 @@ def test_a_compiler_that_is_out_of_memory_gives_a_plan(monkeypatch):
     assert plan.device_bytes == int(30.75 * 2**30)
     assert sum(plan.memory.values()) == plan.peak_bytes_per_device
     assert json.dumps(plan.to_json())
-    assert "DOES NOT FIT" in planner.table.as_text(plan)
+    assert "DOES NOT FIT" in table.as_text(plan)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_tpu_plan_begins_with_its_unfused_attention():
     plan = Planner(build, run, parse_target("tpu-v5e:2x2")).plan(run)
     assert plan.fits
     assert plan.fused_attention is False
-    assert planner.table.as_text(plan).splitlines()[0] == "unfused attention"
+    assert table.as_text(plan).splitlines()[0] == "unfused attention"
     assert sum(plan.memory.values()) == pytest.approx(plan.peak_bytes_per_device, rel=0.02)
 
 

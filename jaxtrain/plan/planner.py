@@ -5,26 +5,22 @@ plan = planner.plan(config)            # compiles the step for one mesh
 plan.fits, plan.memory, plan.step_seconds
 """
 
+import copy
 import dataclasses
-import json
 import logging
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from jaxtrain.checkpoint_files import absolute
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import abstract_batch
 from jaxtrain.data.sources import as_dataset
 from jaxtrain.errors import ExitCode
 from jaxtrain.layout_audit import Audit
 from jaxtrain.mesh import describe_mesh, format_sizes, make_mesh
-from jaxtrain.metrics import replace_file
 from jaxtrain.models.functional import as_model
-from jaxtrain.plan import advice, cost, table, traffic, work
+from jaxtrain.plan import advice, cost, traffic, work
 from jaxtrain.plan.compile_target import (
     Compilation,
     DoesNotFit,
@@ -42,6 +38,7 @@ from jaxtrain.plan.memory import (
     host_total,
     memory_of,
     this_host_bytes,
+    with_devices,
 )
 from jaxtrain.plan.targets import Target, as_json
 from jaxtrain.program import TrainProgram, train_program
@@ -60,6 +57,8 @@ class Plan:
     is_estimate: bool
     """Whether it was compiled for other devices than those of the target."""
     num_devices: int
+    num_hosts: int
+    devices_per_host: int
     mesh: Mapping[str, int]
     flags: tuple[str, ...]
     """What to add to the command of the run."""
@@ -92,6 +91,18 @@ class Plan:
     """Of the kind of device; see `targets/`."""
     compile_seconds: float | None
     ranking: tuple["Plan", ...] = ()
+    """With `--mesh=auto`: what was compiled, best first; this plan is the first of it."""
+    reason: str = ""
+    """Why it stands where it does in a ranking."""
+    estimates: tuple[Mapping[str, Any], ...] = ()
+    """With `--mesh=auto`: the fastest by the analytic model, most of them not compiled."""
+    num_considered: int = 0
+    """With `--mesh=auto`: how many the analytic model looked at."""
+
+    @property
+    def choice(self) -> tuple[str, ...]:
+        """Those of the flags that tell plans of one run apart."""
+        return self.flags[:1] + self.flags[2:4]
 
     @property
     def step_seconds(self) -> float | None:
@@ -157,6 +168,12 @@ class Planner:
             self._experiments[config.remat] = self._build(config)
         return self._experiments[config.remat]
 
+    def on(self, target: Target) -> "Planner":
+        """The same experiment on another number of such devices."""
+        other = copy.copy(self)
+        other.target, other.devices = target_devices(target)
+        return other
+
     def mesh(self, config: RunConfig) -> Mesh:
         """The mesh of a configuration over the target's devices."""
         per_host = self.target.devices_per_host
@@ -197,9 +214,10 @@ class Planner:
             "description": self.target.describe(),
             "is_estimate": self.target.is_simulated,
             "num_devices": self.target.num_devices,
+            "num_hosts": self.target.num_hosts,
+            "devices_per_host": self.target.devices_per_host,
             "mesh": dict(mesh.shape),
             "flags": _flags(config, mesh),
-            "host_bytes": host_total(uses),
             "host_memory": uses,
             "audit": program.layout,
             "figures": as_json(self.target.kind),
@@ -256,6 +274,8 @@ class Planner:
         return self._finished(needs, has, [], common, flops={}, communication={}, **nothing)
 
     def _finished(self, needs: Memory, has: Available, warnings, common, **read: Any) -> Plan:
+        uses = with_devices(common["host_memory"], needs, self.target)
+        common |= {"host_memory": uses, "host_bytes": host_total(uses)}
         host_has = self.target.kind.host_memory_bytes or this_host_bytes()
         host_fits = not host_has or common["host_bytes"] <= host_has
         min_hosts = _min_hosts(needs, has, common["audit"], self.target)
@@ -289,21 +309,6 @@ class Planner:
             "tokens_per_device": tokens.size / self.target.num_devices,
             "flops_per_token": per_token,
         }
-
-
-def run_plan(build: Callable[[Any], Any], config: RunConfig, target: Target | None) -> ExitCode:
-    """What `--plan` does: plans, prints, and writes `plan.json` into the run's directory."""
-    planner = Planner(build, config, target)
-    plan = planner.plan(config)
-    print(table.as_text(plan))
-    if config.workdir:
-        path = pathlib.Path(absolute(config.workdir, "workdir")) / "plan.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(plan.to_json(), indent=1).encode())
-        print(f"written to {path}")
-    else:
-        print("plan.json is not written: the run has no workdir")
-    return plan.exit_code
 
 
 def _flags(config: RunConfig, mesh: Mesh) -> tuple[str, ...]:
@@ -355,8 +360,3 @@ def _too_large(
     else:
         text += f"; it needs at least {min_hosts} hosts of {target.devices_per_host} such devices"
     return advice.Warned("does_not_fit", text)
-
-
-def device_count(target: Target | None) -> int:
-    """How many devices a plan is for."""
-    return jax.device_count() if target is None else target.num_devices

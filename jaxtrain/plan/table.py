@@ -29,8 +29,27 @@ def as_text(plan: "Plan") -> str:
     if plan.warnings:
         lines += ["", "warnings"]
         lines += [f"  {warned.kind}: {warned.text}" for warned in plan.warnings]
-    lines += ["", plan.audit.short(), f"flags: {' '.join(plan.flags)}"]
+    lines += ["", plan.audit.short(), *_ranking(plan), f"flags: {' '.join(plan.flags)}"]
     return "\n".join(lines)
+
+
+def _ranking(plan: "Plan") -> list[str]:
+    if not plan.ranking:
+        return []
+    lines = [
+        "",
+        f"ranking of {len(plan.ranking)} compiled steps; {plan.num_considered} were estimated",
+    ]
+    for place, ranked in enumerate(plan.ranking, start=1):
+        peak = nbytes(ranked.peak_bytes_per_device)
+        step = units.seconds(ranked.step_seconds)
+        lines.append(f"  {place}. {step:>8} {peak:>10}  {ranked.reason}")
+    if plan.min_hosts:
+        lines.append(
+            f"smallest number of hosts of {plan.devices_per_host} devices that it fits:"
+            f" {plan.min_hosts}"
+        )
+    return [*lines, ""]
 
 
 def _memory(plan: "Plan") -> list[str]:

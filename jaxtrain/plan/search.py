@@ -1,0 +1,291 @@
+"""`--mesh=auto`: which mesh, remat and number of micro-batches make the fastest step that fits.
+
+All that model, batch and rules allow are estimated (`analytic`), a few are compiled, and what the
+compiled programs say decides. Each of them also corrects the estimated memory of those like it.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+from jaxtrain.compile import REMAT_POLICIES
+from jaxtrain.config import RunConfig
+from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import factor_over_nodes
+from jaxtrain.plan.advice import Warned
+from jaxtrain.plan.analytic import Analysis, Candidate, Estimate
+from jaxtrain.plan.planner import Plan, Planner
+from jaxtrain.plan.targets import Target, parse_target
+from jaxtrain.units import nbytes, seconds
+
+_NUM_WANTED = 3
+"""Compiled steps that fit, to choose among."""
+_NUM_COMPILED = 5
+"""Steps that are compiled at most for the choice."""
+_NUM_CONFIRMED = 3
+"""Steps that are compiled at most to find the smallest number of hosts."""
+_NUM_LISTED = 20
+"""Estimates that the plan keeps, the fastest."""
+_CLEARLY_LESS = 0.97
+"""What is estimated at less than this share of the device's memory is worth a compilation."""
+_SHARDS_MORE = 16
+"""How many times the least number of hosts is looked at, where more are needed."""
+
+_logger = logging.getLogger("jaxtrain")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    candidate: Candidate
+    estimate: Estimate
+    plan: Plan
+
+
+class Search:
+    """One search; `run` does it."""
+
+    def __init__(self, planner: Planner, config: RunConfig, *, is_free: bool = True):
+        """Traces the experiment.
+
+        Args:
+            planner: for the target.
+            config: of the run; its mesh is not read.
+            is_free: whether remat and micro-batches are searched too, or stay as they are.
+        """
+        self._planner, self._config, self._is_free = planner, config, is_free
+        self._analysis = Analysis(planner, config)
+        self._corrections: dict[str, float] = {}
+
+    def run(self) -> Plan:
+        """The best plan, with the ranking of all that were compiled.
+
+        Raises:
+            ConfigError: when no mesh can use exactly these devices.
+        """
+        target = self._planner.target
+        estimates = self._estimates(target)
+        if not estimates:
+            raise ConfigError(self._no_mesh(target))
+        compiled = self._compile_best(estimates)
+        compiled.sort(key=lambda c: (not c.plan.fits, c.plan.step_seconds or math.inf))
+        hosts, confirmed = self._min_hosts(compiled)
+        ranked = [
+            dataclasses.replace(c.plan, reason=reason(c.plan, compiled[0].plan), min_hosts=hosts)
+            for c in compiled
+        ]
+        best = ranked[0]
+        if not best.fits:
+            best = dataclasses.replace(best, warnings=_refusal(best, hosts, confirmed))
+        listed = [e for e in estimates if self._fits(e, target)] or estimates
+        return dataclasses.replace(
+            best,
+            ranking=(best, *ranked[1:]),
+            estimates=tuple(
+                e.to_json(self._correction(e.candidate.remat)) for e in listed[:_NUM_LISTED]
+            ),
+            num_considered=len(estimates),
+        )
+
+    # Estimates --------------------------------------------------------------------------------
+
+    def _estimates(self, target: Target) -> list[Estimate]:
+        """All candidates on a target, fastest first."""
+        remats = REMAT_POLICIES if self._is_free else (self._config.remat,)
+        found = self._analysis.candidates(target.num_devices, remats)
+        steps = self._config.accumulate_steps
+        estimates = [
+            self._analysis.estimate(candidate, target)
+            for candidate in found
+            if self._is_free or candidate.accumulate_steps == steps
+        ]
+        return sorted(estimates, key=lambda e: (e.step_seconds, e.work_bytes))
+
+    def _correction(self, remat: str) -> float:
+        """Compiled over estimated work, of programs with this remat, else of any."""
+        return self._corrections.get(remat, max(self._corrections.values(), default=1.0))
+
+    def _bytes(self, estimate: Estimate) -> int:
+        return estimate.num_bytes(self._correction(estimate.candidate.remat))
+
+    def _fits(self, estimate: Estimate, target: Target) -> bool:
+        return self._bytes(estimate) < _CLEARLY_LESS * self._analysis.device_bytes(target)
+
+    def _no_mesh(self, target: Target) -> str:
+        rows = self._config.global_batch_size
+        return (
+            f"mesh=auto: no mesh uses all {target.num_devices} devices of {target.text} with"
+            f" global_batch_size={rows} and this model; a batch that {target.num_devices} divides"
+            f" always has one, if the model's width divides over it too"
+        )
+
+    # Compiling --------------------------------------------------------------------------------
+
+    def _compile_best(self, estimates: Sequence[Estimate]) -> list[_Compiled]:
+        compiled: list[_Compiled] = []
+        while len(compiled) < _NUM_COMPILED:
+            if sum(c.plan.fits for c in compiled) >= _NUM_WANTED:
+                break
+            chosen = self._next(estimates, compiled)
+            if chosen is None:
+                break
+            compiled.append(self._compile(self._planner, chosen))
+        return compiled
+
+    def _next(
+        self, estimates: Sequence[Estimate], compiled: Sequence[_Compiled]
+    ) -> Estimate | None:
+        """The fastest estimate that seems to fit and is unlike those that were compiled."""
+        target = self._planner.target
+        done = {(c.candidate.mesh, c.candidate.remat) for c in compiled if c.plan.fits}
+        tried = {c.candidate for c in compiled}
+        meshes = [c.candidate.mesh for c in compiled]
+        for estimate in estimates:
+            candidate = estimate.candidate
+            is_new = (candidate.mesh, candidate.remat) not in done and candidate not in tried
+            # Two of one mesh are enough: the next best mesh is to be seen too.
+            if is_new and meshes.count(candidate.mesh) < 2 and self._fits(estimate, target):
+                return estimate
+        smallest = min(estimates, key=lambda e: (self._bytes(e), e.step_seconds))
+        return None if any(c.plan.fits for c in compiled) or compiled else smallest
+
+    def _compile(self, planner: Planner, estimate: Estimate) -> _Compiled:
+        candidate = estimate.candidate
+        _logger.info("estimated at %s: %s", seconds(estimate.step_seconds), candidate)
+        plan = planner.plan(candidate.apply(self._config))
+        work = plan.peak_bytes_per_device - estimate.state_bytes
+        self._corrections[candidate.remat] = max(work / max(estimate.work_bytes, 1), 0.1)
+        return _Compiled(candidate, estimate, plan)
+
+    # Hosts ------------------------------------------------------------------------------------
+
+    def _min_hosts(self, compiled: Sequence[_Compiled]) -> tuple[int | None, Plan | None]:
+        """The smallest number of hosts for which a compiled step fits, and that step's plan."""
+        target, best = self._planner.target, compiled[0].plan
+        if target.kind.platform == "cpu" or target.is_simulated or target.text == "here":
+            return best.min_hosts, None
+        num_tried = 0
+        for other in hosts_like(target):
+            if other.num_devices == target.num_devices:
+                if best.fits:
+                    return target.num_hosts, best
+                continue
+            estimates = self._estimates(other)
+            if not estimates:
+                continue
+            smallest = min(estimates, key=lambda e: (self._bytes(e), e.step_seconds))
+            if self._bytes(smallest) > self._analysis.device_bytes(other) / _CLEARLY_LESS:
+                continue
+            _logger.info("does it fit %s?", other.describe())
+            plan = self._compile(self._planner.on(other), smallest).plan
+            if plan.fits:
+                return plan.num_hosts, plan
+            num_tried += 1
+            if num_tried == _NUM_CONFIRMED:
+                break
+        return (target.num_hosts, best) if best.fits else (None, None)
+
+
+def hosts_like(target: Target) -> Iterator[Target]:
+    """Targets of the same kind of host, from the fewest hosts on; slices of TPUs by doubling."""
+    if not target.torus:
+        for num_hosts in range(1, _SHARDS_MORE * target.num_hosts + 1):
+            yield target.on_hosts(num_hosts)
+        return
+    name = target.text.partition(":")[0]
+    shape = [2, 2, 1][: len(target.torus)]
+    while math.prod(shape) <= _SHARDS_MORE * target.num_devices:
+        text = f"{name}:{'x'.join(map(str, shape))}"
+        found = parse_target(text)
+        if found is not None:
+            yield found
+        # 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4: the last of the smallest sizes doubles.
+        index = max(i for i, size in enumerate(shape) if size == min(shape))
+        shape[index] *= 2
+
+
+def reason(plan: Plan, best: Plan) -> str:
+    """Why a plan stands where it does in the ranking."""
+    name = " ".join(flag.removeprefix("--") for flag in plan.choice)
+    if not plan.fits:
+        largest = max(plan.memory, key=lambda key: plan.memory[key]).replace("_", " ")
+        return (
+            f"{name} does not fit: {nbytes(plan.peak_bytes_per_device)} of"
+            f" {nbytes(plan.device_bytes)}, most of it {largest}"
+        )
+    mine, other = plan.prediction, best.prediction
+    if mine is None or other is None:
+        return f"{name} fits"
+    if plan is best:
+        return (
+            f"{name} is the fastest: {seconds(mine.step_seconds)} a step,"
+            f" {seconds(mine.exposed_seconds)} of it waiting for communication"
+        )
+    ratio = mine.step_seconds / other.step_seconds
+    speed = "as fast" if ratio < 1.005 else f"{ratio:.2f}x slower"
+    return f"{name} is {speed}: {_cause(plan, best)}"
+
+
+def _cause(plan: Plan, best: Plan) -> str:
+    """What takes more time than in the best plan, the most expensive thing."""
+    mine, other = plan.prediction, best.prediction
+    if mine is None or other is None:
+        return ""
+    more: dict[str, float] = {"": mine.kernel_seconds - other.kernel_seconds}
+    for axis, time in plan.communication.items():
+        before = best.communication.get(axis)
+        more[axis] = time.exposed_seconds - (before.exposed_seconds if before else 0.0)
+    axis = max(more, key=lambda key: more[key])
+    if axis:
+        time = plan.communication[axis]
+        return (
+            f"its {_what(axis)} {_where(plan, axis)}, {seconds(time.seconds)}, do not hide behind"
+            f" {seconds(mine.kernel_seconds)} of compute: {seconds(time.exposed_seconds)} are"
+            f" waited for"
+        )
+    again, before = (p.phases.get("remat", (0.0, 0.0))[0] for p in (mine, other))
+    if again - before > 0.5 * more[""]:
+        return (
+            f"it computes {seconds(again)} of the forward pass again, the fastest {seconds(before)}"
+        )
+    return (
+        f"its kernels take {seconds(mine.kernel_seconds)}, those of the fastest"
+        f" {seconds(other.kernel_seconds)}: matrix units {seconds(mine.matmul_seconds)} against"
+        f" {seconds(other.matmul_seconds)}, memory traffic {seconds(mine.memory_seconds)} against"
+        f" {seconds(other.memory_seconds)}"
+    )
+
+
+def _what(axis: str) -> str:
+    known = {
+        "fsdp": "gathers of parameters and scatters of gradients",
+        "data": "sums of gradients over data",
+        "tensor": "sums of activations over tensor",
+    }
+    return known.get(axis, f"collectives over {axis}")
+
+
+def _where(plan: Plan, axis: str) -> str:
+    factors = factor_over_nodes(plan.mesh, plan.devices_per_host)
+    across = any(factors[name][0] > 1 for name in axis.split("+") if name in factors)
+    return "between nodes" if across else "inside a node"
+
+
+def _refusal(best: Plan, hosts: int | None, confirmed: Plan | None) -> tuple[Warned, ...]:
+    text = (
+        f"no mesh fits: the smallest step needs {nbytes(best.peak_bytes_per_device)} per device,"
+        f" and {nbytes(best.device_bytes)} are there ({best.device_text})"
+    )
+    if hosts is None or confirmed is None:
+        text += (
+            "; no larger number of hosts was found that does: use a larger batch, so that more"
+            " devices can share it, or shorter rows"
+        )
+    else:
+        flags = " ".join(confirmed.choice)
+        text += (
+            f"; it needs at least {hosts} hosts of {best.devices_per_host} such devices"
+            f" (--plan={confirmed.target} {flags})"
+        )
+    rest = [warned for warned in best.warnings if warned.kind != "does_not_fit"]
+    return (Warned("does_not_fit", text), *rest)

@@ -1,0 +1,153 @@
+"""What one row costs a step, from its traced program; nothing is compiled.
+
+A step is traced on one described device, with the kernels that the target has, for two numbers of
+rows. What differs between the two belongs to rows, what does not to the model.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.sharding import Mesh
+
+from jaxtrain.data.load import abstract_batch
+from jaxtrain.layout_audit import Row
+from jaxtrain.main import Experiment
+from jaxtrain.models.functional import as_model
+from jaxtrain.rules import ShardingRules
+from jaxtrain.sharding import use_rules
+from jaxtrain.state import TrainState
+
+_ROWS = (7, 14)
+"""Of the two traces; other dims rarely have these sizes."""
+_HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+_ATTENTION = "dot_product_attention"
+"""How the names of JAX's primitives for fused attention begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """The cost of one row, whatever the mesh."""
+
+    flops: Mapping[tuple[str, str], float]
+    """(kind, dtype as HLO spells it) -> operations on matrix units, forward, backward and remat."""
+    whole_bytes: float
+    """Residuals that every device along `tensor` holds."""
+    split_bytes: float
+    """Residuals that `tensor` splits."""
+
+    def kept(self, tensor: int) -> float:
+        """Bytes that a device keeps for the backward pass."""
+        return self.whole_bytes + self.split_bytes / tensor
+
+
+def trace_step(
+    experiment: Experiment, state: TrainState, rows: Sequence[Row], mesh: Mesh
+) -> Traced:
+    """Traces the gradient of an experiment.
+
+    Args:
+        experiment: with the remat that is asked about.
+        state: its own, abstract.
+        rows: the layout of its parameters, on any mesh.
+        mesh: of one device, or of the fewest that `tensor` can split: then the residuals are
+            those of split layers.
+    """
+    model, rules = as_model(experiment.model), experiment.rules
+    one = abstract_batch(experiment.train_data, mesh, rules=rules, global_batch_size=1)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        with use_rules(mesh, rules):
+            outputs, _ = model.apply(
+                params, state.model_state, batch, key=jax.random.key(0), train=True
+            )
+            return experiment.loss_fn(outputs, batch, params)["loss"][0]
+
+    kept, programs = [], []
+    for num_rows in _ROWS:
+        batch = {
+            name: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
+            for name, leaf in one.items()
+        }
+        residuals = lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1]  # noqa: E731
+        kept.append(jax.tree.leaves(jax.eval_shape(residuals, state.params, batch)))
+        programs.append(jax.make_jaxpr(jax.grad(loss))(state.params, batch))
+    split_sizes = _split_sizes(rows, rules)
+    split_sizes -= {leaf.shape[1] for leaf in one.values() if len(leaf.shape) == 2}
+    whole = split = 0.0
+    for first, second in zip(*kept, strict=True):
+        grown = [i for i, size in enumerate(first.shape) if size != second.shape[i]]
+        size = (second.size - first.size) * first.dtype.itemsize / (_ROWS[1] - _ROWS[0])
+        if grown and split_sizes & set(first.shape[grown[0] + 1 :]):
+            split += size
+        else:
+            whole += size
+    few, many = (flops_of(program.jaxpr) for program in programs)
+    flops = {key: (many[key] - few.get(key, 0.0)) / (_ROWS[1] - _ROWS[0]) for key in many}
+    return Traced(flops, whole, split)
+
+
+def flops_of(jaxpr: Jaxpr) -> dict[tuple[str, str], float]:
+    """(kind, dtype) -> operations on matrix units; loops as often as they turn, where they say so.
+
+    Products 2 x result x contracted dims; convolutions 2 x result x kernel of one output feature;
+    fused attention as `jaxtrain.plan.work` counts it, taken to be causal.
+    """
+    counts: dict[tuple[str, str], float] = {}
+    for equation, times in _equations(jaxpr, 1):
+        name = equation.primitive.name
+        shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in equation.invars]
+        if name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            size = math.prod(equation.outvars[0].aval.shape)
+            kind = "matmul"
+            count = 2.0 * size * math.prod(shapes[0][dim] for dim in contracted)
+        elif name == "conv_general_dilated":
+            features = equation.params["dimension_numbers"].rhs_spec[0]
+            kernel = math.prod(shapes[1]) / shapes[1][features]
+            kind, count = "convolution", 2.0 * math.prod(equation.outvars[0].aval.shape) * kernel
+        elif name.startswith(_ATTENTION):
+            (num_rows, length, heads, size), key_length = shapes[0], shapes[1][1]
+            products = 5 if "_bwd" in name else 2
+            product = 2.0 * num_rows * heads * length * key_length * size
+            kind, count = "attention", products * product / 2
+        else:
+            continue
+        dtype = str(equation.invars[0].aval.dtype)
+        key = kind, _HLO_DTYPES.get(dtype, dtype)
+        counts[key] = counts.get(key, 0.0) + times * count
+    return counts
+
+
+def _equations(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Any, int]]:
+    """All equations, each with how often it runs."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        if equation.primitive.name.startswith(_ATTENTION):
+            continue
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(inner, ClosedJaxpr):
+                    yield from _equations(inner.jaxpr, times * turns)
+                elif isinstance(inner, Jaxpr):
+                    yield from _equations(inner, times * turns)
+
+
+def _split_sizes(rows: Sequence[Row], rules: ShardingRules) -> set[int]:
+    """Sizes of the dims that `tensor` splits while layers work, also of two in one (heads x size).
+
+    Where a size is also that of a dim that is not split, it does not count.
+    """
+    split = {name for name, axes in rules.compute.items() if "tensor" in (axes or ())}
+    sizes, others = set(), set()
+    for row in rows:
+        names = row.logical_axes or ()
+        for dim, name in enumerate(names):
+            (sizes if name in split else others).add(row.shape[dim])
+            if name in split and dim + 1 < len(names):
+                sizes.add(row.shape[dim] * row.shape[dim + 1])
+    return sizes - others
