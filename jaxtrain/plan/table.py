@@ -16,8 +16,10 @@ _NUM_BUFFERS = 8
 def as_text(plan: "Plan") -> str:
     """The whole plan of one mesh, some 30 lines."""
     lines = []
-    if plan.fused_attention is False:
+    if plan.fused_attention is False and plan.figures["platform"] != "cpu":
         lines.append("unfused attention")
+    if plan.is_estimate:
+        lines.append("an estimate, compiled for simulated CPU devices")
     lines += [
         f"plan for {plan.target}: {plan.description}",
         f"mesh {format_sizes(plan.mesh)}; {'fits' if plan.fits else 'DOES NOT FIT'}",
