@@ -3,9 +3,18 @@
 # Usage: bash scripts/quickstart.sh [--flag=value ...]   (flags of experiments/train_lm.py)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+workdir=runs/quickstart
+is_training=true
+for argument in "$@"; do
+    case $argument in
+    --workdir=*) workdir=${argument#--workdir=} ;;
+    --help | --helpshort | --helpfull | --plan=* | --audit | --evaluate) is_training=false ;;
+    esac
+done
 echo "quickstart: installing into .venv/ (about a minute the first time)"
 bash scripts/setup.sh
-workdir=runs/quickstart
 .venv/bin/python experiments/train_lm.py --workdir="$workdir" "$@"
-.venv/bin/python experiments/sample_lm.py --workdir="$workdir" --prompt="def main(" --num_tokens=300
-echo "quickstart: the run is in $workdir: config.json, metrics.jsonl, checkpoints/, report.html"
+if $is_training; then
+    .venv/bin/python experiments/sample_lm.py --workdir="$workdir" --prompt="def main(" --num_tokens=300
+    echo "quickstart: the run is in $workdir: config.json, metrics.jsonl, checkpoints/, report.html"
+fi

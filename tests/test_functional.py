@@ -98,6 +98,36 @@ def test_apply_equals_the_formula_in_numpy_and_has_gradients():
     )
 
 
+def test_precision_is_that_of_the_products_and_of_nothing_that_is_kept():
+    def build(rngs):
+        return TutorialCNN(rngs=rngs)
+
+    params, stats = functional(build).init(jax.random.key(0))
+    batch = np.random.default_rng(0).normal(size=(4, 6, 6, 1)).astype(np.float32)
+
+    def run(model):
+        return model.apply(params, stats, {"x": batch}, key=jax.random.key(1), train=True)
+
+    whole, half = (
+        functional(build, call=lambda module, b, rngs: module(b["x"], rngs), precision=precision)
+        for precision in ("float32", "bfloat16")
+    )
+    text = str(jax.make_jaxpr(lambda: run(half))())
+    products = [line for line in text.splitlines() if "conv_general" in line or "dot_gen" in line]
+    assert products
+    assert all("bf16[" in line.split(" = ")[0] for line in products)
+    (expected, expected_stats), (outputs, new_stats) = run(whole), run(half)
+    assert {leaf.dtype for leaf in jax.tree.leaves((outputs, new_stats, params))} == {
+        jnp.dtype("float32")
+    }
+    assert not np.array_equal(outputs, expected)
+    np.testing.assert_allclose(outputs, expected, atol=0.05)
+    for found, right in zip(
+        jax.tree.leaves(new_stats), jax.tree.leaves(expected_stats), strict=True
+    ):
+        np.testing.assert_allclose(found, right, atol=0.02)
+
+
 def test_row_masks_differ_by_row_and_key_and_vanish_in_evaluation():
     """Case E4: 8 identical rows of width 64, rate 0.5."""
     model = functional(lambda rngs: DropoutMLP(64, rngs), call=lambda m, b: m.hidden(b["x"]))

@@ -8,6 +8,7 @@ Shapes: B batch rows, T length, D embed, V vocab.
 """
 
 import dataclasses
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Mapping
@@ -102,6 +103,7 @@ def functional(
     build: Callable[[nnx.Rngs], nnx.Module],
     *,
     call: Callable[..., Any] | None = None,
+    precision: str = "float32",
     rows_are_independent: bool = True,
 ) -> Model:
     """Makes a pure `Model` from the constructor of any NNX module.
@@ -122,6 +124,10 @@ def functional(
       call: `call(module, batch)` -> outputs, rows first; default `module(batch)`. If it (or, by
         default, the module's `__call__`) takes an argument `rngs`, it gets an `nnx.Rngs` that is
         derived from the call's key.
+      precision: dtype of the computation, `config.precision`. With "bfloat16" the module gets its
+        float32 parameters and the batch's float32 arrays in bfloat16, layers that were given no
+        `dtype` get this one, and what the module returns is made float32. Batch statistics, and
+        the parameters between two calls, stay float32.
       rows_are_independent: False for a module whose outputs of a row depend on other rows; like
         one with batch statistics it is never mapped over the rows.
 
@@ -132,29 +138,42 @@ def functional(
     Raises:
       ConfigError: for Variables other than parameters, batch statistics and Rngs.
     """
+    dtype = jnp.dtype(precision)
+
+    def build_module(rngs: nnx.Rngs) -> nnx.Module:
+        module = build(rngs)
+        for _, layer in nnx.iter_modules(module) if dtype != jnp.float32 else ():
+            # Else a norm answers in the dtype of its statistics, and all after it in float32.
+            if getattr(layer, "dtype", dtype) is None:
+                setattr(layer, "dtype", dtype)  # noqa: B010
+        return module
+
     # Not eager: annotations are names of logical axes for the sharding module, no mesh exists yet.
     with nnx.use_eager_sharding(False):
-        skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        skeleton = nnx.eval_shape(lambda: build_module(nnx.Rngs(0)))
     graphdef, *states = nnx.split(skeleton, nnx.Param, nnx.BatchStat, nnx.RngState, ...)
     params_like, stats_like, rngs_like, rest = (nnx.to_pure_dict(state) for state in states)
     _refuse_others(rest, states[-1], "holds")
     wants_rngs = "rngs" in inspect.signature(call or type(skeleton).__call__).parameters
     is_random = wants_rngs or bool(jax.tree.leaves(rngs_like))
+    lower = functools.partial(_cast, jnp.float32, dtype)
+    restore = functools.partial(_cast, dtype, jnp.float32)
 
     def init(key: jax.Array) -> tuple[Params, Params]:
         with nnx.use_eager_sharding(False):
-            module = build(nnx.Rngs(key))
+            module = build_module(nnx.Rngs(key))
         params, stats = (nnx.state(module, kind) for kind in (nnx.Param, nnx.BatchStat))
         return _string_keys(nnx.to_pure_dict(params)), _string_keys(nnx.to_pure_dict(stats))
 
     def run(params: Params, stats: Params, batch: Batch, key: jax.Array | None, train: bool):
+        params, batch = lower(params), lower(batch)
         params = _original_keys(params, params_like, "parameters")
         stats = _original_keys(stats, stats_like, "model state")
         module = nnx.merge(graphdef, _deep_merge(params, stats, _derive_rngs(rngs_like, key)))
         module.train() if train else module.eval()
         rngs = {"rngs": nnx.Rngs(_fold_path(key, ("call",)))} if wants_rngs else {}
         outputs = call(module, batch, **rngs) if call else module(batch, **rngs)  # pyright: ignore
-        return outputs, _collect(module, params)
+        return restore(outputs), _collect(module, params)
 
     def apply(
         params: Params, model_state: Params, batch: Batch, *, key: jax.Array | None, train: bool
@@ -181,6 +200,15 @@ def functional(
         logical_axes=_annotated_axes(states[0]),
         rows_are_independent=rows_are_independent,
     )
+
+
+def _cast(source: Any, target: Any, tree: Any) -> Any:
+    """Arrays of one dtype in another; all else as it is."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(target) if getattr(leaf, "dtype", None) == source else leaf
+
+    return tree if source == target else jax.tree.map(cast, tree)
 
 
 def _annotated_axes(params_state: Any) -> Params | None:
