@@ -24,10 +24,12 @@ model_state, whose batch statistics must see every row of the (micro-)batch, and
 `row_keys`, because all copies of the region would draw the same.
 """
 
+import contextlib
 import dataclasses
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -67,6 +69,7 @@ def make_grad_fn(
     of the parameters, with None in the places of frozen parameters; divide by `sums["loss"][1]`.
     """
     model = as_model(model)
+    check_loss_fn(loss_fn)
 
     def micro_grads(params, model_state, batch, key, layout):
         """Gradient, Sums and model state over the rows of one micro-batch."""
@@ -108,7 +111,7 @@ def make_grad_fn(
         _check_params(params, frozen)
         num_rows = _check_batch(batch, accumulate_steps)
         check_batch_size(num_rows, accumulate_steps, mesh, rules)
-        with use_rules(mesh, rules) as active:
+        with use_rules(mesh, rules) as active, naming_batch(batch):
             batch = _add_row_keys(batch, step_key, accumulate_steps, num_rows)
             draws_from_key = probe(model, params, model_state, batch, active, accumulate_steps)
             layout = Layout.of(model, params, active, mask_of(params, frozen))
@@ -297,17 +300,54 @@ def _check_batch(batch: Any, accumulate_steps: int) -> int:
     return math.prod(rows)
 
 
+@contextlib.contextmanager
+def naming_batch(batch: Mapping[str, Any]) -> Iterator[None]:
+    """Adds to a KeyError of a model or loss what the batch has, unless the batch has that key."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args[:1] and error.args[0] not in batch:
+            error.add_note(f"the batch has: {', '.join(batch)}")
+        raise
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Refuses a loss that cannot be called as one, before a model is traced for it."""
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn is a function (outputs, batch, params) -> name -> (sum, weight); got "
+            f"{type(loss_fn).__name__}."
+        )
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:
+        return  # a builtin does not say
+    try:
+        signature.bind(None, None, None)
+    except TypeError:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise ConfigError(
+            f"loss_fn is called as loss_fn(outputs, batch, params), but {name}{signature} does not "
+            "take that; give it these three arguments."
+        ) from None
+
+
 def check_sums(sums: Any) -> None:
+    """Refuses what a loss returned, if it is not name -> (sum, weight)."""
     problem = ""
     if not isinstance(sums, Mapping) or "loss" not in sums:
-        names = list(sums) if isinstance(sums, Mapping) else type(sums).__name__
+        names = list(sums) if isinstance(sums, Mapping) else _say(sums)
         problem = f"needs the name 'loss'; got {names}"
     elif reserved := [name for name in sums if name in OWN_METRICS]:
         problem = f"uses names that the step gives its own metrics: {reserved}; rename them"
     else:
         wrong = [name for name, pair in sums.items() if not _is_pair_of_scalars(pair)]
         if wrong:
-            problem = f"needs two float32 scalars (sum, weight) for {wrong}"
+            got = ", ".join(f"{name!r}: {_say(sums[name])}" for name in wrong)
+            problem = (
+                f"needs two float32 scalars (sum, weight) for {wrong}; got {got}. The weight is "
+                "what the sum is divided by in the end, e.g. jnp.sum(batch['loss_mask'])"
+            )
     if problem:
         raise ConfigError(f"loss_fn returns a dict of name -> (sum, weight) and {problem}.")
 
@@ -315,4 +355,20 @@ def check_sums(sums: Any) -> None:
 def _is_pair_of_scalars(pair: Any) -> bool:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         return False
-    return all(jnp.shape(v) == () and jnp.result_type(v) == jnp.float32 for v in pair)
+    return all(
+        (hasattr(v, "dtype") or isinstance(v, float))
+        and jnp.shape(v) == ()
+        and jnp.result_type(v) == jnp.float32
+        for v in pair
+    )
+
+
+def _say(value: Any) -> str:
+    """`a float32[8] array`, `(a float32[] array, the int 64)`: what somebody returned."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_say, value))})"
+    if isinstance(value, int | float):
+        return f"the {type(value).__name__} {value!r}"
+    if not hasattr(value, "dtype"):
+        return f"a {type(value).__name__}"
+    return f"a {value.dtype}[{','.join(map(str, jnp.shape(value)))}] array"

@@ -27,6 +27,21 @@ Schedule = Callable[[jax.typing.ArrayLike], jax.Array]
 """Optimizer step, counted from 0 -> learning rate, float32."""
 
 
+def require_optimizer(tx: Any) -> None:
+    """Refuses what is no optax optimizer, first of all the function that makes one.
+
+    Raises:
+        ConfigError: naming what was given.
+    """
+    if hasattr(tx, "init") and hasattr(tx, "update"):
+        return
+    name = getattr(tx, "__name__", type(tx).__name__)
+    way_out = f"call it: {name}(learning_rate)" if callable(tx) else "give what optax.adam(1e-3) is"
+    raise ConfigError(
+        f"tx must be an optax optimizer, with init and update; got {name}: {way_out}."
+    )
+
+
 def _warmup_steps(config: OptimizerConfig, num_steps: int) -> int:
     """Number of steps in which the rate rises to its peak."""
     return min(num_steps // 10, 2000) if config.warmup_steps < 0 else config.warmup_steps

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.functional import Model, as_model
+from jaxtrain.optim import require_optimizer
 from jaxtrain.placement import opt_state_shardings, param_shardings
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
 from jaxtrain.tree import named_leaves, num_elements
@@ -54,6 +55,7 @@ def abstract_state(
     ema: bool = False,
 ) -> TrainState:
     """The shapes and dtypes of a train state; nothing is computed, no device is needed."""
+    require_optimizer(tx)
     return jax.eval_shape(lambda seed: _new_state(as_model(model), tx, seed, ema), np.uint32(seed))
 
 

@@ -16,7 +16,15 @@ from jax.sharding import Mesh
 
 from jaxtrain import optim, tree
 from jaxtrain.errors import ConfigError
-from jaxtrain.gradients import Layout, check_sums, make_grad_fn, mask_of, probe
+from jaxtrain.gradients import (
+    Layout,
+    check_loss_fn,
+    check_sums,
+    make_grad_fn,
+    mask_of,
+    naming_batch,
+    probe,
+)
 from jaxtrain.losses import LossFn, Sums
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
@@ -61,6 +69,7 @@ def make_train_step(
         frozen: tree of bool like the parameters; those marked True get no gradient and stay as
             they are.
     """
+    optim.require_optimizer(tx)
     grad_fn = make_grad_fn(
         model, loss_fn, mesh, rules, accumulate_steps=accumulate_steps, frozen=frozen
     )
@@ -103,9 +112,10 @@ def make_eval_step(
     The model is applied with `train=False`; noise that it draws even so is the same every time.
     """
     model = as_model(model)
+    check_loss_fn(loss_fn)
 
     def eval_step(params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Sums:
-        with use_rules(mesh, rules) as active:
+        with use_rules(mesh, rules) as active, naming_batch(batch):
             probe(model, params, model_state, batch, active, train=False)
             params = Layout.of(model, params, active, mask_of(params, None)).gather(params)
             outputs, _ = model.apply(params, model_state, batch, key=jax.random.key(0), train=False)

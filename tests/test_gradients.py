@@ -35,7 +35,7 @@ from jaxtrain.gradients import make_grad_fn
 from jaxtrain.models.functional import Model, as_model, row_keys
 from jaxtrain.placement import param_shardings
 from jaxtrain.sharding import constrain, gather_param, on_shards, shard_batch
-from jaxtrain.step import make_train_step
+from jaxtrain.step import make_eval_step, make_train_step
 
 # Case E1: every token counts the same, however the batch is split.
 
@@ -449,10 +449,15 @@ def test_batch_of_the_wrong_shape(accumulate_steps, shapes, message):
     ("sums", "message"),
     [
         ({"nll": (jnp.float32(1), jnp.float32(1))}, r"needs the name 'loss'; got \['nll'\]"),
-        (jnp.float32(1), "needs the name 'loss'"),
+        (jnp.float32(1), r"needs the name 'loss'; got a float32\[\] array\."),
+        (jnp.ones(8), r"needs the name 'loss'; got a float32\[8\] array\."),
+        (None, "needs the name 'loss'; got a NoneType"),
         ({"loss": jnp.float32(1)}, r"two float32 scalars \(sum, weight\) for \['loss'\]"),
-        ({"loss": (jnp.ones(3), jnp.float32(1))}, r"for \['loss'\]"),
+        ({"loss": jnp.float32(1)}, r"got 'loss': a float32\[\] array\. The weight is .*loss_mask"),
+        ({"loss": (jnp.float32(1), 64)}, r"got 'loss': \(a float32\[\] array, the int 64\)\."),
+        ({"loss": (jnp.ones(3), jnp.float32(1))}, r"'loss': \(a float32\[3\] array, a float32\[\]"),
         ({"loss": (jnp.float32(1), jnp.int32(1))}, r"for \['loss'\]"),
+        ({"loss": (jnp.float32(1), None)}, r"got 'loss': \(a float32\[\] array, a NoneType\)"),
         (
             {"loss": (jnp.float32(1),) * 2, "weight": (jnp.float32(1),) * 2},
             r"own metrics: \['weight'\]; rename",
@@ -463,3 +468,34 @@ def test_loss_of_the_wrong_form(sums, message):
     grad_fn = make_grad_fn(MLP, lambda *_: sums, mesh_of("data:1"))
     with pytest.raises(ConfigError, match=message):
         grad_fn(mlp_init(jax.random.key(0))[0], {}, rows(0), jax.random.key(0))
+
+
+def test_a_loss_is_called_by_its_type_inside_of_a_gradient():
+    """There it is a tracer, whose class says nothing to the user."""
+    loss_fn = lambda outputs, batch, params: jnp.mean(outputs)  # noqa: E731
+    grad_fn = make_grad_fn(MLP, loss_fn, mesh_of("data:1"))
+    with pytest.raises(ConfigError, match=r"got a float32\[\] array\."):
+        grad_fn(mlp_init(jax.random.key(0))[0], {}, rows(0), jax.random.key(0))
+
+
+@pytest.mark.parametrize("make", [make_grad_fn, make_eval_step])
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda outputs, batch: {}, r"loss_fn\(outputs, batch, params\), but <lambda>\(outputs, b"),
+        (lambda *, outputs: {}, "does not take that; give it these three arguments"),
+        ("nll", "loss_fn is a function .*; got str"),
+    ],
+)
+def test_loss_with_other_arguments(make, loss_fn, message):
+    with pytest.raises(ConfigError, match=message):
+        make(MLP, loss_fn, mesh_of("data:1"))
+
+
+@pytest.mark.parametrize("sizes", ["data:1", "data:2"])
+def test_a_key_that_the_batch_lacks(sizes):
+    loss_fn = lambda outputs, batch, params: {"loss": batch["label"]}  # noqa: E731
+    grad_fn = make_grad_fn(MLP, loss_fn, mesh_of(sizes))
+    with pytest.raises(KeyError, match="label") as caught:
+        grad_fn(mlp_init(jax.random.key(0))[0], {}, rows(0), jax.random.key(0))
+    assert f"the batch has: {', '.join(rows(0))}" in caught.value.__notes__

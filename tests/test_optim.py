@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxtrain
 from jaxtrain import optim
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.errors import ConfigError
@@ -173,6 +174,20 @@ def test_pattern_that_matches_nothing_is_an_error(option):
     config = OptimizerConfig(**{option: "dens/kernle"})
     with pytest.raises(ConfigError, match=rf"optimizer\.{option}='dens/kernle' .* dense/kernel"):
         optim.make_optimizer(config, PARAMS, num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [(optax.adam, r"got adam: call it: adam\(learning_rate\)"), (1e-3, r"got float: give what")],
+)
+def test_what_is_no_optimizer(tx, message):
+    """Also in an audit, which needs no devices."""
+    model = (lambda key: ({"w": jnp.zeros(3)}, {}), lambda *args, **options: None)
+    mesh = jaxtrain.make_mesh()
+    with pytest.raises(ConfigError, match=message):
+        jaxtrain.audit(model, mesh, tx)
+    with pytest.raises(ConfigError, match=message):
+        jaxtrain.make_train_step(model, lambda outputs, batch, params: {}, tx, mesh)
 
 
 def test_default_decay_pattern_may_match_nothing():
