@@ -54,7 +54,7 @@ def configure_backend(config: BackendConfig) -> None:
     _set_cpu_devices(config.num_cpu_devices)
     if not any(os.environ.get(name) for name in _MEMORY_VARIABLES):
         os.environ[_MEMORY_VARIABLES[0]] = str(config.memory_fraction)
-    # 2. Whoever joins a cluster does so here, before the next line starts the backend.
+    # 2. The next line starts the backend, so `distributed.join` comes before this function.
     platform = jax.default_backend()
     if config.num_cpu_devices and platform != "cpu":
         raise ConfigError(

@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 from jaxtrain import checkpoint_files as files
+from jaxtrain.agreement import together
 from jaxtrain.checkpoint_tree import (
     describe,
     initial_values,
@@ -106,16 +107,22 @@ class Checkpointer(files.CheckpointDirectory):
         Raises:
             CheckpointError: when this save cannot begin, or the previous one failed.
         """
-        self.wait()
-        if self.read_only:
-            raise CheckpointError(f"checkpoints in {self.directory} were opened to read only.")
+        with together():
+            self.wait()
+            if self.read_only:
+                raise CheckpointError(f"checkpoints in {self.directory} were opened to read only.")
+            if step not in self._own:
+                try:
+                    self._make_way(step)
+                except OSError as error:
+                    self._failure = self._failed(step, error)
+                    self.check()
         if step in self._own:
             return False
         arrays, leaves = describe(state)
         self._writing = step, arrays
         try:
             record = json.loads(json.dumps(dict(host), allow_nan=False))
-            self._make_way(step)
             ocp = _orbax()
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(record)
@@ -238,7 +245,7 @@ class Checkpointer(files.CheckpointDirectory):
         _restore_finished(step)
         if not self.read_only:
             self._run = manifest.run
-            whole = self.scan().whole
+            whole = files.scan(self.directory).whole
             self._own = [s for s in whole if whole[s].run == manifest.run and s <= step]
         return jax.tree.unflatten(jax.tree.structure(abstract), [values[n] for n in wanted])
 
@@ -362,7 +369,13 @@ def _read(
         partial_restore=True,
     )
     try:
-        with contextlib.closing(ocp.Checkpointer(_handler())) as reader:
+        # Each process for itself: one that fails must not leave the others waiting.
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=None, active_processes={jax.process_index()}
+        )
+        with contextlib.closing(
+            ocp.Checkpointer(_handler(), multiprocessing_options=alone)
+        ) as reader:
             values |= reader.restore(directory / "state", args=args) if targets else {}
     except (ValueError, OSError, KeyError) as error:
         raise files.BrokenCheckpointError(

@@ -55,12 +55,13 @@ __all__ = [
 _INT32_MAX = 2**31 - 1
 # A field that may change when a run is resumed.
 _free = functools.partial(field, on_resume="free")
-_RUN, _BATCH, _LOG, _NUMERICS, _DEVICES = (
+_RUN, _BATCH, _LOG, _NUMERICS, _DEVICES, _PROCESSES = (
     "run",
     "training length and batch",
     "evaluation and logging",
     "numerics",
     "devices and compiler",
+    "several processes",
 )
 
 
@@ -310,6 +311,38 @@ class RunConfig(Config):
         choices=("auto", "off"),
         group=_DEVICES,
         help="auto: transparent huge pages for malloc on CPU, where the C library has them",
+    )
+    launcher: str = _free(
+        "auto",
+        choices=("auto", "none", "jaxtrain", "torchrun", "slurm", "mpi", "kubernetes"),
+        group=_PROCESSES,
+        help="whose variables say which process of how many this is; auto: whoever's are complete; "
+        "none: a single process",
+    )
+    coordinator: str = _free(
+        "",
+        group=_PROCESSES,
+        help="host:port of process 0, on which it listens; empty: as the launcher says",
+    )
+    num_processes: int = _free(
+        0, unit="processes", minimum=0, group=_PROCESSES, help="of the run; 0: as the launcher says"
+    )
+    process_id: int = _free(
+        -1, minimum=-1, group=_PROCESSES, help="of this process, from 0; -1: as the launcher says"
+    )
+    process_per: str = _free(
+        "auto",
+        choices=("auto", "device", "node"),
+        group=_PROCESSES,
+        help="what a process uses of the GPUs it sees. auto: its share among the node's processes; "
+        "device: one; node: all",
+    )
+    init_timeout_seconds: float = _free(
+        1800.0,
+        unit="seconds",
+        positive=True,
+        group=_PROCESSES,
+        help="how long the processes wait for each other at the start",
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Flags `--optimizer.NAME`."""

@@ -57,3 +57,9 @@ class DataError(JaxtrainError, ValueError):
     """Training or evaluation data is missing or unreadable."""
 
     exit_code = ExitCode.UNUSABLE
+
+
+class PeerError(JaxtrainError, RuntimeError):
+    """Another process of the run did not come, or was lost."""
+
+    exit_code = ExitCode.PEER_LOST

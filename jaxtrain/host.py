@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Mapping
 
-__all__ = ["accelerators", "restart_with_huge_pages"]
+__all__ = ["accelerators", "num_installed_gpus", "restart_with_huge_pages"]
 
 _TUNABLE = "glibc.malloc.hugetlb=1"
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -43,6 +43,18 @@ def accelerators(*, only_usable: bool = True) -> list[str]:
     """
     installed = [name for name in _PLUGINS if importlib.util.find_spec(name)]
     return [name for name in installed if not only_usable or _may_find_a_device(name)]
+
+
+def num_installed_gpus() -> int:
+    """NVIDIA GPUs that the driver lets this process use; JAX's backend is not started."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def _may_find_a_device(plugin: str) -> bool:

@@ -29,7 +29,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxtrain import checkpoint_files, resume, run_files
+from jaxtrain.agreement import WISH, Agreement, ToldToStop, carrying_eval_step, together
+from jaxtrain.backend import configure_backend
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import Loader, eval_batches
@@ -44,6 +46,7 @@ from jaxtrain.data.prefetch import Interrupted, interrupt
 from jaxtrain.data.sources import Dataset, as_dataset, require_rows
 from jaxtrain.errors import ConfigError
 from jaxtrain.evaluate import evaluate
+from jaxtrain.ignored import refuse_what_fit_ignores
 from jaxtrain.mesh import describe_mesh, make_mesh
 from jaxtrain.metrics import Writer
 from jaxtrain.models.functional import Model, as_model
@@ -131,7 +134,11 @@ def fit(
     """
     began = time.perf_counter()
     setup_logging()
-    preemption = Preemption(wake=interrupt)
+    refuse_what_fit_ignores(config, has_own_optimizer=tx is not None)
+    configure_backend(config)  # `main` has done so already, a notebook has not
+    is_alone = jax.process_count() == 1
+    # With others, a wait for data ends with the data: a step is left out by all or by none.
+    preemption = Preemption(wake=interrupt) if is_alone else Preemption()
     with preemption.watch(), contextlib.ExitStack() as stack:
         # Everything that can be refused is refused here, before anything is compiled.
         if config.workdir:
@@ -141,6 +148,9 @@ def fit(
         model = as_model(model)
         mesh = make_mesh(config.mesh)
         is_primary = jax.process_index() == 0
+        agreement = Agreement(mesh, preemption)
+        if not is_alone:
+            preemption.progress_begins()  # nobody leaves alone
         train_data = as_dataset(train_data)
         require_rows(train_data, "training")
         eval_data = None if eval_data is None else as_dataset(eval_data)
@@ -186,11 +196,13 @@ def fit(
                 position=start.samples_seen,
             )
         )
-        loaded = next(loader)
+        with together():
+            loaded = next(loader)
+        resume.require_same_run(config, fingerprint, loaded.arrays)
         progress = Progress(config.num_steps, start_step=start.step, enabled=is_primary)
         stack.callback(progress.close)
         progress.status("compiling the step")
-        train_step = program.compile(loaded.arrays)
+        train_step = program.compile(agreement.mark(loaded.arrays))
         needs = describe_program(train_step)
         _logger.info("step: compiled in %.1f s; %s", train_step.compile_seconds, needs)
         evaluation = None
@@ -231,7 +243,8 @@ def fit(
             fetched = jax.device_get(done.metrics)
             clock.done(time.perf_counter() - begin)
             metrics = {name: value.item() for name, value in fetched.items()}
-            is_finite = metrics.pop("is_finite") == 1
+            agreement.learn(int(metrics.pop(WISH, 0)))
+            is_applied, is_finite = (metrics.pop(n) == 1 for n in ("is_applied", "is_finite"))
             is_logged = is_due(config.log_every_steps, done.step) or done.step == config.num_steps
             if is_logged or not is_finite:
                 times = clock.read()
@@ -244,7 +257,8 @@ def fit(
                 progress.update(record)
             if not is_finite:
                 records.flush()
-            guard.check(done.step, done.samples, metrics, is_finite=is_finite)
+            flags = {"is_applied": is_applied, "is_finite": is_finite}
+            guard.check(done.step, done.samples, metrics, **flags)
             if on_step is not None:
                 on_step(done.step, metrics)
 
@@ -261,7 +275,7 @@ def fit(
                 with clock.other():
                     progress.status("evaluating")
                     max_batches = 0 if is_end else config.eval_batches
-                    found = evaluation.run(state, max_batches, lambda: preemption.requested)
+                    found = evaluation.run(state, max_batches, agreement)
                     if found is not None:
                         eval_metrics, evaluated_step = found, step
                         record = {"step": step, "eval": True, **found}
@@ -269,11 +283,11 @@ def fit(
                         progress.evaluation(record)
 
             # 2. Save: the flag of this very state was read, and its records are on the disk.
-            checkpointer.check()
+            agreement.attempt(checkpointer.check, None)
             progress.committed(checkpointer.newly_committed())
             is_saving = is_end or is_due(config.checkpoint.every_steps, step)
             # Asked once: a signal between here and 3 must not stop a run that was not saved.
-            is_told_to_stop = preemption.requested
+            is_told_to_stop = agreement.is_stopping
             if step > saved_step and (is_saving or is_told_to_stop):
                 finish_step()
                 with clock.saving():
@@ -296,7 +310,7 @@ def fit(
             # 4. Take the next batch.
             begin = time.perf_counter()
             try:
-                loaded = next(batches)
+                loaded = agreement.attempt(functools.partial(next, batches), loaded)
             except Interrupted:
                 continue  # to save the state of the last step and stop, as after any step
             clock.batch(time.perf_counter() - begin, loaded.read_seconds, loaded.h2d_seconds)
@@ -305,7 +319,7 @@ def fit(
             profile.step(step, state)
             begin = time.perf_counter()
             with profile.annotate(step), jax.transfer_guard("disallow"):
-                state, step_metrics = train_step(state, loaded.arrays)
+                state, step_metrics = train_step(state, agreement.mark(loaded.arrays))
             clock.dispatched(time.perf_counter() - begin)
             step += 1
 
@@ -316,7 +330,7 @@ def fit(
 
         finish_step()
         progress.status("waiting for the checkpoint")
-        with clock.saving():
+        with clock.saving(), together():
             checkpointer.wait()
         progress.committed(checkpointer.newly_committed())
         is_evaluated = evaluation is None or evaluated_step >= step
@@ -364,7 +378,7 @@ def evaluate_run(
     state, _, step = resume.load(config.workdir, abstract, step=config.checkpoint.restore_step)
     xla = program_options(config, mesh)
     evaluation = Evaluation(model, loss_fn, as_dataset(eval_data), mesh, rules, batch_size, xla)
-    found = evaluation.run(state)
+    found = evaluation.run(state, 0, Agreement(mesh, Preemption()))
     assert found is not None
     if jax.process_index() == 0:
         print(json.dumps({"step": step, "eval": True, **found}))
@@ -385,6 +399,7 @@ class Evaluation:
         xla: Mapping[str, Any],
     ) -> None:
         self._step = make_eval_step(model, loss_fn, mesh, rules)
+        self._num_batches = -(-len(data) // batch_size)
         self._compiled: CompiledStep | None = None
         self._batches = functools.partial(
             eval_batches, data, mesh, rules=rules, batch_size=batch_size
@@ -394,8 +409,8 @@ class Evaluation:
     def run(
         self,
         state: TrainState,
-        max_batches: int = 0,
-        should_stop: Callable[[], bool] = lambda: False,
+        max_batches: int,
+        agreement: Agreement,
     ) -> dict[str, float] | None:
         """Means over the first `max_batches` batches (0: all); None if told to stop on the way.
 
@@ -404,42 +419,30 @@ class Evaluation:
         """
         begin = time.perf_counter()
         means: dict[str, float] = {}
+        num_batches = min(self._num_batches, max_batches or self._num_batches)
+        step = functools.partial(self._run, agreement)
         for prefix, params in (("", state.params), ("ema_", state.ema_params)):
             if params is None:
                 continue
             with contextlib.closing(self._batches(max_batches=max_batches)) as batches:
                 try:
-                    found = evaluate(
-                        self._run, params, state.model_state, _until(should_stop, batches)
-                    )
-                except _ToldToStop:
+                    each = agreement.each(batches, num_batches)
+                    found = evaluate(step, params, state.model_state, each)
+                except ToldToStop:
                     return None
             # The rows and their weight are the same for both.
             skipped = ("weight", "rows") if prefix else ()
             means |= {prefix + name: v for name, v in found.items() if name not in skipped}
         return means | {"eval_seconds": time.perf_counter() - begin}
 
-    def _run(self, params: Any, model_state: Any, batch: Mapping[str, jax.Array]) -> Any:
+    def _run(
+        self, agreement: Agreement, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
+    ) -> Any:
+        args = (params, model_state, agreement.mark(batch))
         if self._compiled is None:
-            args = (params, model_state, batch)
-            self._compiled = compile_step(self._step, args, options=self._xla)
-        return self._compiled(params, model_state, batch)
-
-
-class _ToldToStop(Exception):
-    """Ends an evaluation from inside its batches."""
-
-
-def _until[T](should_stop: Callable[[], bool], items: Iterable[T]) -> Iterator[T]:
-    try:
-        for item in items:
-            if should_stop():
-                raise _ToldToStop
-            yield item
-    except Interrupted:
-        if should_stop():
-            raise _ToldToStop from None
-        raise
+            step = self._step if agreement.is_alone else carrying_eval_step(self._step)
+            self._compiled = compile_step(step, args, options=self._xla)
+        return agreement.note(self._compiled(*args))
 
 
 def is_due(every_steps: int, step: int) -> bool:

@@ -8,13 +8,16 @@ once and start no backend.
 """
 
 import dataclasses
+import functools
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxtrain import flags
-from jaxtrain.config import Config, RunConfig, summary
+from jaxtrain.config import Config, RunConfig, record_reads, summary
 from jaxtrain.errors import ExitCode, JaxtrainError
 from jaxtrain.host import restart_with_huge_pages
 from jaxtrain.progress import setup_logging
@@ -112,22 +115,54 @@ def _main[C: Config](
     description = sys.modules["__main__"].__doc__ or ""
     try:
         code = run(flags.parse(words, config_class, presets=presets, description=description))
-    except JaxtrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted outside of training; there is nothing to save", file=sys.stderr)
-        code = INTERRUPTED
+    except (JaxtrainError, KeyboardInterrupt) as error:
+        code = _report(error)
     sys.exit(int(code))
 
 
+def _report(error: BaseException) -> int:
+    """Says what ended the process; returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted outside of training; there is nothing to save", file=sys.stderr)
+        return INTERRUPTED
+    if isinstance(error, JaxtrainError):
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    traceback.print_exception(error)
+    return ExitCode.ERROR
+
+
 def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
+    """Does what the configuration asks for, as one of several processes if there are others."""
     if config.plan:
         return _plan(config, build)
+    from jaxtrain import distributed
+    from jaxtrain.preemption import note_signals
+
+    if distributed.join(config) is None:
+        return _run_joined(config, build)
+    try:
+        if not (config.evaluate or config.audit):
+            note_signals()
+        code = _run_joined(config, build)
+        distributed.wait_for_all()
+    except BaseException as error:
+        # What is left of JAX waits for processes that may never come: nothing is taken down.
+        code = _report(distributed.explain(error))
+        distributed.leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    distributed.leave()
+    return code
+
+
+def _run_joined[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     # The order matters: the backend starts with the first array, often in `build`, and keeps the
     # settings that it finds then.
     import jax
 
+    from jaxtrain.agreement import together
     from jaxtrain.backend import configure_backend
     from jaxtrain.mesh import AUTO, parse_mesh, resolve_mesh
 
@@ -137,7 +172,8 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
         resolve_mesh(parse_mesh(config.mesh), jax.device_count())
     for line in summary(config).splitlines():
         _logger.info(line)
-    experiment = build(config)
+    with together():
+        experiment = _build(build, config)
     for name, value in experiment.describe.items():
         _logger.info("%s: %s", name, value)
     if config.mesh == AUTO:
@@ -176,6 +212,16 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     return ExitCode.OK
 
 
+def _build[R: RunConfig](build: Callable[[R], Experiment], config: R) -> Experiment:
+    """Calls `build`, and refuses what was set for the model but not looked at."""
+    from jaxtrain.ignored import refuse_what_build_ignored
+
+    with record_reads() as reads:
+        experiment = build(config)
+    refuse_what_build_ignored(config, reads)
+    return experiment
+
+
 def _plan[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     """Says what the run would need on other devices; compiles and runs nothing on those at hand."""
     from jaxtrain.plan.targets import parse_target
@@ -194,7 +240,7 @@ def _plan[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode
         resolve_mesh(parse_mesh(config.mesh), device_count(target))
     for line in summary(config).splitlines():
         _logger.info(line)
-    return run_plan(build, config, target)
+    return run_plan(functools.partial(_build, build), config, target)
 
 
 def _audit(experiment: Experiment, config: RunConfig) -> ExitCode:

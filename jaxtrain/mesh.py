@@ -7,11 +7,13 @@ A mesh axis is a way to split work. From outer to inner:
 - `tensor`: one layer split over devices that see the same rows.
 
 The order of the names in the flag has no meaning. Outer axes span nodes, inner axes stay inside
-a node, where the links are fast: `factor_over_nodes` says how each axis is split.
+a node, where the links are fast: `factor_over_nodes` says how each axis is split. A node is a
+machine, whatever the number of processes on it: `distributed` knows them from the launcher.
 """
 
 import collections
 import difflib
+import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxtrain.distributed import node_names
 from jaxtrain.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
@@ -101,7 +104,8 @@ def make_mesh(
     Args:
         mesh: text such as `data:2,fsdp:-1`, or sizes by axis name.
         devices: all of `jax.devices()` unless given; never a part of them by accident.
-        devices_per_node: devices that share fast links; those of one process unless given.
+        devices_per_node: devices that share fast links, in the order of the processes; those of
+            one node of the run that was joined unless given.
 
     Returns:
         A mesh with all of `AXES` (unnamed ones have size 1), of type `AxisType.Auto`: XLA
@@ -119,8 +123,13 @@ def make_mesh(
     except ConfigError as error:
         raise ConfigError(f"{error} [{_count(len(devices), devices[0].platform)}]") from None
     if devices_per_node is None:
-        devices_per_node = _devices_per_process(devices)
+        devices = _by_node(devices)
+        devices_per_node = _devices_per_node(devices)
+    else:
+        devices.sort(key=lambda device: (device.process_index, device.id))
     factors = factor_over_nodes(sizes, devices_per_node)
+    if devices[0].platform != "tpu":
+        _require_nested(sizes, factors, devices_per_node)
     _warn_if_split_badly(sizes, factors, devices_per_node)
     types = (AxisType.Auto,) * len(AXES)
     if len(devices) == devices_per_node or devices[0].platform == "tpu":
@@ -149,15 +158,18 @@ def describe_mesh(mesh: Mesh) -> str:
     sizes = dict(mesh.shape)
     text = f"mesh {format_sizes(sizes)} on {_count(len(devices), devices[0].platform)}"
     num_processes = len({device.process_index for device in devices})
+    num_nodes = len({_node(device) for device in devices})
     if num_processes == 1:
         return text
-    factors = factor_over_nodes(sizes, _devices_per_process(devices))
+    if num_nodes == 1:
+        return f"{text} of {num_processes} processes on one node"
+    factors = factor_over_nodes(sizes, _devices_per_node(devices))
     split = ", ".join(
         f"{axis} {across} across x {inside} inside"
         for axis, (across, inside) in factors.items()
         if across * inside > 1
     )
-    return f"{text} of {num_processes} nodes ({split})"
+    return f"{text} of {num_nodes} nodes ({split})"
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
@@ -193,11 +205,10 @@ def _check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def _over_nodes(devices: Sequence[Any], factors: Mapping[str, tuple[int, int]]):
-    """Arranges devices so that the inner part of every axis lies within one node."""
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    """Arranges devices, given node by node, so that the inner part of every axis lies in one."""
     across = [factors[axis][0] for axis in AXES]
     inside = [factors[axis][1] for axis in AXES]
-    grid = np.array(ordered, dtype=object).reshape(across + inside)
+    grid = np.array(devices, dtype=object).reshape(across + inside)
     # [a0, a1, a2, i0, i1, i2] -> [a0, i0, a1, i1, a2, i2] -> [a0 * i0, a1 * i1, a2 * i2]
     order = [i + part * len(AXES) for i in range(len(AXES)) for part in (0, 1)]
     return grid.transpose(order).reshape([a * i for a, i in zip(across, inside, strict=True)])
@@ -221,13 +232,73 @@ def _warn_if_split_badly(
     )
 
 
-def _devices_per_process(devices: Sequence[Any]) -> int:
-    counts = collections.Counter(device.process_index for device in devices)
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"process {i}: {n}" for i, n in sorted(counts.items()))
-        raise ConfigError(
-            f"every process must bring the same number of devices to the mesh ({listed})"
-        )
+def _require_nested(
+    sizes: Mapping[str, int], factors: Mapping[str, tuple[int, int]], devices_per_node: int
+) -> None:
+    """Checks that no axis leaves the nodes while one outside of it stays in them."""
+    crossing = ""
+    for axis in reversed(AXES):
+        across, inside = factors[axis]
+        if crossing and inside > 1:
+            break
+        if across > 1:
+            crossing = axis
+    else:
+        return
+    num_nodes = math.prod(sizes.values()) // devices_per_node
+    raise ConfigError(
+        f"mesh={format_sizes(sizes)} does not fit {num_nodes} nodes of {devices_per_node} devices:"
+        f" {crossing} would go across nodes, and {axis}, which is outside of it, not; sizes that"
+        f" work: {' or '.join(_nested_sizes(sizes, devices_per_node))}"
+    )
+
+
+def _nested_sizes(sizes: Mapping[str, int], devices_per_node: int) -> list[str]:
+    """The nearest sizes whose inner axes stay inside of a node."""
+    num_devices = math.prod(sizes.values())
+    used = [axis for axis in AXES if sizes[axis] > 1]
+    inner = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    found = []
+    for rest in itertools.product(inner, repeat=len(used) - 1):
+        first, left = divmod(num_devices, math.prod(rest))
+        inside = math.prod(rest[1:])
+        # All inside but the first two, which the border of a node may split.
+        if left or devices_per_node % inside:
+            continue
+        node_has = devices_per_node // inside
+        if rest[0] % node_has and node_has % rest[0]:
+            continue
+        candidate = dict(sizes) | dict(zip(used, (first, *rest), strict=True))
+        distance = sum(abs(math.log(candidate[axis] / sizes[axis])) for axis in used)
+        found.append((distance, format_sizes(candidate)))
+    return [text for _, text in sorted(found)[:3]]
+
+
+def _node(device: Any) -> Any:
+    """The node of a device: by name if a run of several processes was joined, else its process."""
+    names = node_names()
+    index = device.process_index
+    return names[index] if index < len(names) else index
+
+
+def _by_node(devices: Sequence[Any]) -> list[Any]:
+    """Sorts devices node by node, whatever the order in which processes were given to nodes."""
+    place = lambda device: (device.process_index, device.id)  # noqa: E731
+    ordered = sorted(devices, key=place)
+    first = {}
+    for device in ordered:
+        first.setdefault(_node(device), len(first))
+    return sorted(ordered, key=lambda device: (first[_node(device)], place(device)))
+
+
+def _devices_per_node(devices: Sequence[Any]) -> int:
+    for what, key in (("process", lambda device: device.process_index), ("node", _node)):
+        counts = collections.Counter(map(key, devices))
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{what} {i}: {n}" for i, n in sorted(counts.items()))
+            raise ConfigError(
+                f"every {what} must bring the same number of devices to the mesh ({listed})"
+            )
     return next(iter(counts.values()))
 
 

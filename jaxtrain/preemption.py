@@ -20,9 +20,28 @@ from collections.abc import Callable, Iterator
 
 from jaxtrain.errors import ExitCode
 
-__all__ = ["Preemption"]
+__all__ = ["Preemption", "note_signals"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_noted = threading.Event()
+
+
+def note_signals() -> None:
+    """From now on a first SIGTERM or SIGINT is only noted, for the `Preemption` that is made next.
+
+    A process that others wait for must not leave alone, also before there is anything to save.
+    """
+
+    def note(number: int, frame: object) -> None:
+        del frame
+        if _noted.is_set():
+            os._exit(128 + number)
+        _noted.set()
+        _say(f"{signal.Signals(number).name}: the processes stop together, after the first step")
+
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, note)
 
 
 class Preemption:
@@ -38,6 +57,8 @@ class Preemption:
         self._wake = wake
         self._is_interactive = hasattr(sys, "ps1")
         self._event = threading.Event()
+        if _noted.is_set():
+            self._event.set()
         self._has_progress = False
 
     @property

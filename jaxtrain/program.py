@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxtrain import optim
+from jaxtrain.agreement import WISH, carrying_train_step
 from jaxtrain.compile import CompiledStep, compile_step, compiler_options
 from jaxtrain.config import RunConfig
 from jaxtrain.layout_audit import Audit, audit
@@ -43,8 +44,9 @@ class TrainProgram:
         Args:
             batch: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         """
+        step = carrying_train_step(self.step) if WISH in batch else self.step
         return compile_step(
-            self.step,
+            step,
             (self.abstract, batch),
             donate_argnums=0,
             out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, self.abstract), None),

@@ -28,20 +28,39 @@ run (the same identity over all resumes) has written, never the newest one and n
 
 import dataclasses
 import logging
+import os
+import socket
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxtrain import checkpoint_files as files
+from jaxtrain.agreement import from_primary, require_same, together
 from jaxtrain.checkpoint import Checkpointer, preload
-from jaxtrain.config import Difference, RunConfig, resume_differences, to_dict, versions
+from jaxtrain.config import (
+    Difference,
+    RunConfig,
+    leaves,
+    resume_differences,
+    to_dict,
+    versions,
+)
 from jaxtrain.data.order import ORDER_VERSION
 from jaxtrain.errors import CheckpointError, ConfigError
 
 _logger = logging.getLogger("jaxtrain")
 
+# Flags that may differ between the processes of a run.
+_OF_A_PROCESS = {
+    *("launcher", "coordinator", "num_processes", "process_id", "process_per"),
+    *("init_timeout_seconds", "workdir", "checkpoint.restore_from", "compilation_cache_dir"),
+}
+_MARK_SECONDS = 10.0
 _WAYS_OUT = (
     "continue it with --resume=auto, give another --workdir, or delete its checkpoints and start "
     "anew with --checkpoint.overwrite"
@@ -154,13 +173,15 @@ def begin(
         if config.resume == "must":
             raise ConfigError("resume=must needs a workdir; there is nothing to resume from.")
         return NoCheckpoints(), _start_elsewhere(config, abstract, init)
-    directory = files.prepare(config.workdir, "workdir") / "checkpoints"
+    directory = _prepare(config.workdir) / "checkpoints"
     _logger.info("workdir %s", directory.parent)
     checkpointer = Checkpointer(
         directory, keep_last=options.keep_last, keep_every_steps=options.keep_every_steps
     )
-    found = checkpointer.scan()
-    if found.whole and not _is_to_be_replaced(config, checkpointer, data_fingerprint):
+    found = from_primary(checkpointer.scan)
+    if found.whole and not from_primary(
+        lambda: _is_to_be_replaced(config, checkpointer, data_fingerprint)
+    ):
         return checkpointer, _continue(config, checkpointer, abstract)
     if found.whole:
         steps = list(found.whole)
@@ -202,13 +223,59 @@ def load(
     checkpointer = Checkpointer(directory, read_only=True)
     if step < 0 and named_step is not None:
         step = named_step
-    steps = [step] if step >= 0 else checkpointer.committed_steps()
+    steps = [step] if step >= 0 else from_primary(checkpointer.committed_steps)
     step, state, host = _restore(checkpointer, steps, abstract, subset=True)
     _logger.info("restored step %d from %s", step, directory)
     return state, host, step
 
 
+def require_same_run(
+    config: RunConfig, data_fingerprint: str, batch: Mapping[str, jax.Array]
+) -> None:
+    """Checks that all processes are about to train the same, before the first compilation.
+
+    Args:
+        config: of the run; what says which process this is may differ, and how files are reached.
+        data_fingerprint: of the training data.
+        batch: the first one.
+    """
+    facts = {leaf.path: leaf.value for leaf in leaves(config) if leaf.path not in _OF_A_PROCESS}
+    facts["the training data's fingerprint"] = data_fingerprint
+    for name, array in batch.items():
+        facts[f"batch[{name!r}]"] = f"{array.dtype}{list(array.shape)}"
+    require_same(facts)
+
+
 # Inside
+
+
+def _prepare(workdir: str) -> Path:
+    """Makes the directory of the run, which must be the same one on every process."""
+    with together():
+        directory = files.prepare(workdir, "workdir")
+    if jax.process_count() == 1:
+        return directory
+    mark = directory / from_primary(lambda: f".processes-{uuid.uuid4().hex}")
+    try:
+        from_primary(mark.touch)
+        with together():
+            _wait_for_mark(mark)
+    finally:
+        if jax.process_index() == 0:
+            mark.unlink(missing_ok=True)
+    return directory
+
+
+def _wait_for_mark(mark: Path) -> None:
+    deadline = time.monotonic() + _MARK_SECONDS
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"workdir={mark.parent} on {socket.gethostname()} is not the directory that process"
+                f" 0 writes to; give a directory on a file system that all processes share."
+            )
+        time.sleep(0.1)
+        os.listdir(mark.parent)  # a network file system may remember that it was not there
 
 
 def _is_to_be_replaced(
@@ -248,15 +315,15 @@ def _is_to_be_replaced(
 def _continue(config: RunConfig, checkpointer: Checkpointer, abstract: Any) -> Start:
     """Restores the run's own checkpoint: the newest, or the one to go back to."""
     options = config.checkpoint
-    steps = checkpointer.committed_steps()
+    steps = from_primary(checkpointer.committed_steps)
     newest, wanted = max(steps), options.restore_step
     newer: list[int] = []
     if wanted >= 0 and not options.restore_from:
-        origin = checkpointer.read_host(newest).get("origin", {})
+        origin = from_primary(lambda: checkpointer.read_host(newest)).get("origin", {})
         if newest > wanted and origin.get("went_back_to") == wanted:
             _logger.info("this run went back to step %d already; it continues", wanted)
         else:
-            checkpointer.manifest(wanted)  # an error if it is not there
+            from_primary(lambda: checkpointer.manifest(wanted))  # an error if it is not there
             newer = [step for step in steps if step > wanted]
             steps = [wanted]
     if newer and not options.overwrite:
@@ -293,7 +360,7 @@ def _start_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] |
     directory, named_step = files.locate(options.restore_from, "checkpoint.restore_from")
     source = Checkpointer(directory, read_only=True)
     step = options.restore_step if options.restore_step >= 0 else named_step
-    steps = source.committed_steps() if step is None else [step]
+    steps = from_primary(source.committed_steps) if step is None else [step]
     step, state, host = _restore(
         source, steps, abstract, partial=options.partial_restore, initial=init
     )
@@ -306,12 +373,14 @@ def _start_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] |
 def _restore(
     checkpointer: Checkpointer, steps: Sequence[int], abstract: Any, **options: Any
 ) -> tuple[int, Any, dict[str, Any]]:
-    """Restores the newest of `steps` that can be read; says which cannot, and why."""
+    """Restores the newest of `steps` that all processes can read; says which not, and why."""
     unreadable: list[int] = []
     for step in sorted(steps, reverse=True):
+        host, state = {}, None
         try:
-            host = checkpointer.read_host(step)
-            state = checkpointer.restore(step, abstract, **options)
+            with together():
+                host = checkpointer.read_host(step)
+                state = checkpointer.restore(step, abstract, **options)
         except files.BrokenCheckpointError as error:
             if len(steps) == 1:
                 raise

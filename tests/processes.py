@@ -32,10 +32,10 @@ def environment(at=""):
 class Run:
     """A running toy: what it says, and a way to talk back."""
 
-    def __init__(self, workdir, *flags, at="", script="faults/toy_run.py"):
+    def __init__(self, workdir, *flags, at="", script="faults/toy_run.py", variables=None):
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / script), f"--workdir={workdir}", *flags],
-            env=environment(at),
+            env={**environment(at), **(variables or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

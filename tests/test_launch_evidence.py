@@ -200,7 +200,7 @@ def test_a_coordinator_alone_replaces_that_of_the_launcher():
 def test_nothing_is_a_single_process_without_a_word():
     assert decide({"PATH": "/bin"}) == Decision()
     assert Decision().describe() == ""
-    assert decide(SLURM, launcher="none") == Decision()
+    assert decide(SLURM, launcher="none", num_processes=2, process_id=1) == Decision()
     with pytest.raises(ConfigError, match="launcher=mpi, but the environment has none"):
         decide(SLURM, launcher="mpi")
 

@@ -25,8 +25,8 @@ def decide(
 
     Args:
         environ: the environment.
-        launcher: `auto`; `none`: whatever the environment says, a single process; or the only one
-            of `SOURCES` to ask.
+        launcher: `auto`; `none`: a single process, whatever all else says; or the only one of
+            `SOURCES` to ask.
         coordinator: host:port. Without the next two it replaces what the launcher says.
         num_processes: 0: as the launcher says.
         process_id: -1: as the launcher says.
@@ -36,9 +36,11 @@ def decide(
     """
     if coordinator:
         parse_address(coordinator, "coordinator")
+    if launcher == "none":
+        return Decision()
     if num_processes or process_id >= 0:
         return _from_flags(coordinator, num_processes, process_id)
-    found = Decision() if launcher == "none" else _from_environment(environ, launcher)
+    found = _from_environment(environ, launcher)
     if coordinator and found.num_processes == 1:
         reason = f" ({'; '.join(found.notes)})" if found.notes else ""
         raise ConfigError(
