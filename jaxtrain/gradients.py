@@ -47,7 +47,7 @@ from jaxtrain.sharding import check_batch_size, constrain, gather_stored, use_ru
 GradFn = Callable[..., tuple[Any, Sums, Any]]
 """(params, model_state, batch, step_key) -> (gradient of the summed loss, Sums, model_state)."""
 
-OWN_METRICS = ("grad_norm", "param_norm", "learning_rate", "weight", "is_finite")
+OWN_METRICS = ("grad_norm", "param_norm", "learning_rate", "weight", "is_applied", "is_finite")
 """Metrics that the step adds to those of the loss."""
 
 # Rows are numbered from 0, so no row's key is the parent of the keys of micro-batches.

@@ -33,15 +33,22 @@ class NonFiniteGuard:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row}
 
     def check(
-        self, step: int, samples: range, metrics: Mapping[str, float], *, is_finite: bool
+        self,
+        step: int,
+        samples: range,
+        metrics: Mapping[str, float],
+        *,
+        is_applied: bool,
+        is_finite: bool,
     ) -> None:
         """Takes note of a step.
 
         Args:
             step: number of the step, counted from 1.
             samples: positions of its samples in the order of the run.
-            metrics: of the step.
-            is_finite: the step's own flag.
+            metrics: of the step; they serve to name what is bad, and decide nothing.
+            is_applied: the step's own flag: whether the batch changed the state.
+            is_finite: the step's own flag: whether all was finite, the new parameters too.
 
         Raises:
             NonFiniteError: when the run must end.
@@ -50,11 +57,13 @@ class NonFiniteGuard:
             self.in_a_row = 0
             return
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if is_applied:
+            bad = [name for name in ("learning_rate", "param_norm") if name in bad]
         where = (
             f"{' and '.join(bad) or 'the model state'} not finite at step {step} "
             f"(samples {samples.start} to {samples.stop - 1} of the order)"
         )
-        if bad == ["param_norm"]:
+        if is_applied:
             # Loss and gradient were fine, the update overflowed: there is no old state to keep.
             raise NonFiniteError(
                 f"{where}: an update made parameters overflow; restart from the last checkpoint "

@@ -22,7 +22,7 @@ _logger = logging.getLogger("jaxtrain")
 
 # Keys of a record that are not metrics of the model.
 _BOOKKEEPING = {
-    *("step", "eval", "loss", "grad_norm", "param_norm", "learning_rate", "is_finite", "mfu"),
+    *("step", "eval", "loss", "grad_norm", "param_norm", "learning_rate", "mfu"),
     *("weight", "rows", "tokens", "samples", "tokens_per_second", "samples_per_second"),
     *("step_seconds", "input_wait_seconds", "host_seconds", "read_seconds", "h2d_seconds"),
     *("eval_seconds", "checkpoint_seconds"),

@@ -48,13 +48,14 @@ def make_train_step(
 
     The metrics are float32 scalars: the mean of every name of the loss, and `grad_norm` (before
     clipping), `param_norm` (after the step), `learning_rate` (if a schedule is given), `weight`
-    (the total weight of the loss, e.g. tokens) and `is_finite` (1 or 0).
+    (the total weight of the loss, e.g. tokens), `is_applied` and `is_finite` (1 or 0).
 
     Non-finite values: when the loss, the gradient or the new model_state is not finite, the step
     returns params, opt_state, ema_params and model_state as they were; only `step` advances. The
-    optimizer's count does not, so neither does the schedule, nor the averaging. `is_finite` is
-    then 0; it is also 0 if finite gradients made a parameter overflow, which cannot be undone:
-    such a state must not be saved. A batch of total weight 0 has no mean, its loss is NaN.
+    optimizer's count does not, so neither does the schedule, nor the averaging. `is_applied` and
+    `is_finite` are then 0. `is_applied` 1 and `is_finite` 0 say that finite gradients made a
+    parameter overflow, which cannot be undone: such a state must not be saved. A batch of total
+    weight 0 has no mean, its loss is NaN.
 
     Args:
         model: a Model or a pair (init, apply).
@@ -95,6 +96,7 @@ def make_train_step(
         new_state = _update(state, grads, model_state, is_applied, tx, ema_decay, frozen)
         metrics["param_norm"] = tree.global_norm_f32(new_state.params)
         is_finite = is_applied & jnp.isfinite(metrics["param_norm"])
+        metrics["is_applied"] = is_applied.astype(jnp.float32)
         metrics["is_finite"] = is_finite.astype(jnp.float32)
         return new_state, metrics
 

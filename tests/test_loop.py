@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import looping
 import numpy as np
+import optax
 import pytest
 from looping import (
     NOISY,
@@ -32,6 +33,7 @@ from jaxtrain import (
     DataError,
     ExitCode,
     NonFiniteError,
+    OptimizerConfig,
     checkpoint,
     checkpoint_files,
     loop,
@@ -541,6 +543,24 @@ def test_an_update_that_overflows_is_never_saved(tmp_path, nonfinite):
     with pytest.raises(NonFiniteError, match=r"param_norm not finite at step 4 .*overflow"):
         fit(run, {"x": x}, None, model=model, loss_fn=loss_fn)
     assert saved_steps(tmp_path) == [2]
+    assert_only_finite_saved(tmp_path)
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip:5"])
+@pytest.mark.parametrize("rate", [3e38, math.inf])
+def test_an_overflow_is_known_by_its_flag_whatever_the_metrics(tmp_path, nonfinite, rate):
+    """A metric of weight 0 is NaN at every step, and the rate itself may be infinite."""
+
+    def loss_fn(outputs, batch, params):
+        extra = {"extra": (jnp.float32(0), jnp.float32(0))}
+        return looping.loss_fn(outputs, batch, params) | extra
+
+    run = config(tmp_path, nonfinite=nonfinite, num_steps=3, every_steps=1)
+    run = run.replace(optimizer=OptimizerConfig())
+    tx = optax.sgd(lambda count: jnp.where(count == 1, rate, 1e-3))
+    with pytest.raises(NonFiniteError, match=r"param_norm not finite at step 2 .*overflow"):
+        fit(run, eval_data=None, loss_fn=loss_fn, tx=tx)
+    assert saved_steps(tmp_path) == [1]
     assert_only_finite_saved(tmp_path)
 
 

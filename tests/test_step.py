@@ -81,7 +81,8 @@ def test_nonfinite_step_changes_nothing(layout):
     with_bad = [good[0], bad, good[1], bad, bad, good[2]]
     history = run(model, squared_loss, tx, LAYOUTS[layout], with_bad, **options)
     expected = run(model, squared_loss, tx, LAYOUTS[layout], good, **options)
-    assert [metrics["is_finite"] for _, metrics in history] == [1, 0, 1, 0, 0, 1]
+    for flag in ("is_applied", "is_finite"):
+        assert [metrics[flag] for _, metrics in history] == [1, 0, 1, 0, 0, 1]
     assert not np.isfinite(history[1][1]["loss"])
     final, wanted = history[-1][0], expected[-1][0]
     assert final.step == 6
@@ -99,7 +100,7 @@ def test_gradient_that_overflows_is_not_applied():
     batch = {"x": np.full((1, 1), 3e30, np.float32), "loss_mask": np.ones((1, 1), np.float32)}
     [(state, metrics)] = run(TOKENS, tokens_loss, optax.sgd(1.0), ("data:1", 1), [batch])
     assert np.isfinite(metrics["loss"])
-    assert metrics["is_finite"] == 0
+    assert (metrics["is_applied"], metrics["is_finite"]) == (0, 0)
     assert state.params["w"] == 0
 
 
@@ -109,7 +110,7 @@ def test_parameters_that_overflow_are_reported():
     [(state, metrics)] = run(TOKENS, tokens_loss, optax.sgd(1e38), ("data:1", 1), [batch])
     assert np.isfinite(metrics["grad_norm"])
     assert not np.isfinite(state.params["w"])
-    assert metrics["is_finite"] == 0
+    assert (metrics["is_applied"], metrics["is_finite"]) == (1, 0)
 
 
 def test_batch_in_which_nothing_counts_is_not_applied():
