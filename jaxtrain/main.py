@@ -7,6 +7,7 @@ Nothing heavy is imported before the flags are known to be right: `--help` and a
 once and start no backend.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,6 +21,7 @@ from jaxtrain import flags
 from jaxtrain.config import Config, RunConfig, record_reads, summary
 from jaxtrain.errors import ExitCode, JaxtrainError
 from jaxtrain.host import restart_with_huge_pages
+from jaxtrain.preemption import leaving
 from jaxtrain.progress import setup_logging
 
 __all__ = ["INTERRUPTED", "Experiment", "main", "run_tool"]
@@ -80,7 +82,9 @@ def main[R: RunConfig](
     def run(config: R) -> ExitCode:
         if argv is None and config.huge_pages == "auto" and not config.plan:
             _logger.info("huge pages: %s", restart_with_huge_pages())
-        return _run(config, build)
+        is_training = not (config.plan or config.audit or config.evaluate)
+        with leaving() if is_training else contextlib.nullcontext():
+            return _run(config, build)
 
     _main(config_class, run, presets, argv)
 

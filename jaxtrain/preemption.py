@@ -20,10 +20,34 @@ from collections.abc import Callable, Iterator
 
 from jaxtrain.errors import ExitCode
 
-__all__ = ["Preemption", "note_signals"]
+__all__ = ["Preemption", "leaving", "note_signals"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _noted = threading.Event()
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """SIGTERM and SIGINT in the block end the process with exit code 75, as in `Preemption`.
+
+    For what comes before a run and after it (imports, data, the report): there is nothing to save,
+    and the same command does what is left. A no-op outside the main thread.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        _say(f"{signal.Signals(number).name} outside of training: nothing to save, leaving")
+        os._exit(ExitCode.PREEMPTED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old_handlers = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def note_signals() -> None:

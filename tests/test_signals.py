@@ -6,6 +6,7 @@ The moments are chosen by what a process prints; nothing here sleeps.
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -97,6 +98,31 @@ def test_sigterm_in_a_compilation_leaves_at_once_and_keeps_the_checkpoint(tmp_pa
         assert "SIGTERM before the first step: nothing to save, leaving" in run.output
     assert looping.saved_steps(tmp_path) == [10]
     assert looping.records(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_experiment_is_built(tmp_path, number):
+    (tmp_path / "script.py").write_text(
+        "import sys\n"
+        "from jaxtrain.config import RunConfig\n"
+        "from jaxtrain.main import main\n"
+        "def build(config):\n"
+        "    print('building', flush=True)\n"
+        "    sys.stdin.readline()\n"
+        "main(RunConfig, build)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py"), "--huge_pages=off"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "building\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.PREEMPTED
+    assert f"{number.name} outside of training: nothing to save, leaving" in errors
 
 
 def test_a_second_signal_leaves_at_once_and_spoils_nothing(tmp_path, whole):
