@@ -2,8 +2,8 @@
 # Leaves a ready .venv/ at the root, from the lock file. Usage: bash scripts/setup.sh [EXTRA ...]
 #
 # Extras: cuda12, cuda13, tpu, plan (dev is always there). tpu and plan also let --plan compile for
-# TPUs and GPUs that are elsewhere. Without one, a machine whose driver shows an NVIDIA GPU gets
-# cuda12. When nothing has changed this takes about a second.
+# TPUs and GPUs that are elsewhere. Without one it takes those of the last call; the first time, a
+# machine whose driver shows an NVIDIA GPU gets cuda12. When nothing has changed this takes about a second.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -47,8 +47,11 @@ if [ -z "$uv" ]; then
     fi
 fi
 
+# What was asked for once stays: quickstart.sh and test.sh call this without extras.
 extras=("$@")
-if [ ${#extras[@]} -eq 0 ] && command -v nvidia-smi >/dev/null 2>&1 &&
+if [ ${#extras[@]} -eq 0 ] && [ -r .venv/extras ]; then
+    read -r -a extras <.venv/extras
+elif [ ${#extras[@]} -eq 0 ] && command -v nvidia-smi >/dev/null 2>&1 &&
     nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     echo "setup.sh: NVIDIA GPU found, adding the extra cuda12 (for another: bash scripts/setup.sh cuda13)"
     extras=(cuda12)
@@ -63,3 +66,6 @@ done
 # write into .venv/ does it every time.
 "$uv" sync --quiet --locked --compile-bytecode "${arguments[@]}" ||
     fail "uv sync failed; see its message above (if it speaks of the lock file: run 'uv lock' and commit uv.lock)"
+if [ ${#extras[@]} -gt 0 ]; then
+    echo "${extras[*]}" >.venv/extras
+fi
