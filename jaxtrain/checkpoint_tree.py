@@ -20,6 +20,7 @@ _logger = logging.getLogger("jaxtrain")
 
 _PARAMS = "params/"
 _PARTIAL = "checkpoint.partial_restore"
+_NAMED = 5
 
 
 def is_key(leaf: Any) -> bool:
@@ -65,7 +66,7 @@ def require_match(
         subset: whether the checkpoint may hold more than is wanted.
 
     Raises:
-        CheckpointError: listing every parameter concerned.
+        CheckpointError: naming the first few parameters concerned, and how many more there are.
     """
     missing = sorted(wanted.keys() - found.keys())
     extra = [] if subset else sorted(found.keys() - wanted.keys())
@@ -84,17 +85,20 @@ def require_match(
     kind = "parameter" if any(name.startswith(_PARAMS) for name in shown) else "array"
     parts = []
     if texts := _quoted(missing, shown):
-        parts.append(f"{where} has no {kind} {texts}; the model has {_them(missing, shown)}.")
+        them = "it" if len(texts) == 1 else "them"
+        parts.append(f"{where} has no {kind} {_first(texts)}; the model has {them}.")
     if texts := _quoted(extra, shown):
-        parts.append(f"{where} has {kind} {texts}; the model does not.")
+        parts.append(f"{where} has {kind} {_first(texts)}; the model does not.")
     if texts := [f"{_short(name)!r}: {other[name]}" for name in other if name in shown]:
-        parts.append(f"{where} and the model differ in {kind} {', '.join(texts)}.")
+        parts.append(f"{where} and the model differ in {kind} {_first(texts)}.")
     if rest := len(names) - len(shown):
         parts.append(f"{rest} arrays of optimizer state and averages differ along with them.")
-    advice = "Did num_layers or the model name change?"
-    if kind == "array":
-        advice = "Did the optimizer or an average change?"
-    parts.append(f"{advice} --{_PARTIAL}=PATTERN leaves what it matches at its initial values.")
+    changed = "the model" if kind == "parameter" else "the optimizer or an average"
+    parts.append(
+        f"Did {changed} change since it was saved? A new run can take over what still fits: "
+        f"--workdir=NEW --checkpoint.restore_from=OLD --{_PARTIAL}=PATTERN leaves what PATTERN "
+        "matches at its initial values."
+    )
     raise CheckpointError(" ".join(parts))
 
 
@@ -162,12 +166,14 @@ def _parameter_of(name: str, params: set[str]) -> str:
     return end
 
 
-def _quoted(names: list[str], shown: set[str]) -> str:
-    return ", ".join(repr(_short(name)) for name in names if name in shown)
+def _quoted(names: list[str], shown: set[str]) -> list[str]:
+    return [repr(_short(name)) for name in names if name in shown]
 
 
-def _them(names: list[str], shown: set[str]) -> str:
-    return "it" if len(shown.intersection(names)) == 1 else "them"
+def _first(texts: list[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    more = len(texts) - _NAMED
+    return ", ".join(texts[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _short(name: str) -> str:

@@ -60,7 +60,7 @@ def _workdir(name: str, words: list[str]) -> str:
         raise ConfigError(f"jaxtrain {name} takes {_COMMANDS[name].arguments}; got {given}")
     path = os.path.abspath(os.path.expanduser(words[0]))
     if not os.path.isdir(path):
-        raise ConfigError(f"WORKDIR={path} must be the directory of a run; there is none")
+        raise CheckpointError(f"WORKDIR={path} must be the directory of a run; there is none")
     return path
 
 

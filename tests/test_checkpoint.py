@@ -146,8 +146,12 @@ def test_another_model_is_refused_with_every_parameter(trained):
 
     text = message(num_layers=3)
     assert "checkpoint step 3 has no parameter 'layer_2/kernel'; the model has it." in text
-    assert "Did num_layers or the model name change?" in text
-    assert "partial_restore" in text
+    assert "Did the model change since it was saved?" in text
+    way_out = "--workdir=NEW --checkpoint.restore_from=OLD --checkpoint.partial_restore=PATTERN"
+    assert way_out in text
+    text = message(num_layers=9)
+    assert "'layer_2/kernel', 'layer_3/kernel', " in text
+    assert "'layer_6/kernel' and 2 more; the model has them." in text
     assert "'layer_0/bias', 'layer_1/bias'; the model has them." in message(bias=True)
     assert "has parameter 'layer_1/kernel'; the model does not." in message(num_layers=1)
     text = message(hidden=6)

@@ -77,7 +77,6 @@ def test_help_of_a_command(capsys):
         (["report"], "jaxtrain report takes WORKDIR; got nothing"),
         (["report", "a", "b"], "jaxtrain report takes WORKDIR; got a b"),
         (["report", "--x"], "jaxtrain report takes WORKDIR; got --x"),
-        (["report", "/absent"], "WORKDIR=/absent must be the directory of a run; there is none"),
         (["checkpoints", "/tmp", "--step"], "--step takes the number of a step"),
         (["checkpoints", "/tmp", "--step=x"], "--step=x must be a whole number"),
         (["version", "x"], "jaxtrain version takes no arguments; got x"),
@@ -85,6 +84,13 @@ def test_help_of_a_command(capsys):
 )
 def test_bad_commands(capsys, words, message):
     assert run(capsys, *words) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("command", ["checkpoints", "report"])
+def test_a_run_that_is_not_there(capsys, command):
+    """The same fault, and code, as `--evaluate --workdir=/absent`."""
+    message = "error: WORKDIR=/absent must be the directory of a run; there is none\n"
+    assert run(capsys, command, "/absent") == (4, "", message)
 
 
 def test_checkpoints_lists_the_steps(capsys, workdir):
