@@ -9,6 +9,12 @@ import jax.numpy as jnp
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.losses import Sums
 
+_RULE = (
+    "a batch that does not fill is padded with rows whose batch['loss_mask'] is 0, and a loss "
+    "must not count them"
+)
+_WAY_OUT = "multiply each row's loss and weight by batch['loss_mask'] in loss_fn."
+
 EvalStep = Callable[[Any, Any, Mapping[str, jax.Array]], Sums]
 """(params, model_state, batch) -> Sums, compiled."""
 
@@ -72,23 +78,67 @@ def evaluate(
     return means | {"weight": totals["loss"][1], "rows": float(num_rows)}
 
 
+def require_masked(
+    eval_step: EvalStep, params: Any, model_state: Any, batch: Mapping[str, Any]
+) -> None:
+    """Refuses a loss that cannot leave padding out because `loss_mask` does not enter it.
+
+    The step is traced, not compiled, so this costs little before a run begins. What enters the
+    loss and is used wrongly is left to `evaluate`, which sees values.
+
+    Args:
+        eval_step: of `make_eval_step`, not compiled.
+        params: arrays or `jax.ShapeDtypeStruct`s, like all of the following.
+        model_state: batch statistics, or {}.
+        batch: with a `loss_mask`.
+
+    Raises:
+        ConfigError: naming the sums and weights concerned.
+    """
+    args = (params, model_state, dict(batch))
+    closed, sums = jax.make_jaxpr(eval_step, return_shape=True)(*args)
+    others = jax.tree.map(lambda _: False, (params, model_state))
+    is_mask = jax.tree.leaves((*others, {name: name == "loss_mask" for name in batch}))
+    structure = jax.tree.structure(sums)
+    masked = jax.tree.unflatten(structure, _reached(closed.jaxpr, is_mask))
+    varying = jax.tree.unflatten(structure, _reached(closed.jaxpr, [True] * len(is_mask)))
+    careless = []
+    for name in sums:
+        # A sum that nothing enters may be 0 for good.
+        careless += [f"the sum of {name!r}"] * (varying[name][0] and not masked[name][0])
+        careless += [f"the weight of {name!r}"] * (not masked[name][1])
+    if careless:
+        raise ConfigError(
+            f"{_RULE}, but batch['loss_mask'] does not enter {' and '.join(careless)}: {_WAY_OUT}"
+        )
+
+
+def _reached(jaxpr: Any, is_marked: list[bool]) -> list[bool]:
+    """Which outputs of a program depend on the marked inputs, at most."""
+    reached = {id(var) for var, mark in zip(jaxpr.invars, is_marked, strict=True) if mark}
+    for eqn in jaxpr.eqns:
+        marks = [id(var) in reached for var in eqn.invars]
+        if not any(marks):
+            continue
+        outs = [True] * len(eqn.outvars)
+        if eqn.primitive.name in ("jit", "pjit"):
+            outs = _reached(eqn.params["jaxpr"].jaxpr, marks)
+        reached.update(id(var) for var, out in zip(eqn.outvars, outs, strict=True) if out)
+    return [id(var) in reached for var in jaxpr.outvars]
+
+
 def _check_padding(
     eval_step: EvalStep, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
 ) -> None:
     """Runs the step with every row masked, when all its sums must be 0."""
-    rule = (
-        "a batch that does not fill is padded with rows whose batch['loss_mask'] is 0, and a loss "
-        "must not count them"
-    )
-    way_out = "multiply each row's loss and weight by batch['loss_mask'] in loss_fn."
     if "loss_mask" not in batch:
-        raise ConfigError(f"{rule}, but the batch has no loss_mask; add one, and {way_out}")
+        raise ConfigError(f"{_RULE}, but the batch has no loss_mask; add one, and {_WAY_OUT}")
     mask = batch["loss_mask"]
     masked = dict(batch, loss_mask=jnp.zeros_like(mask, device=mask.sharding))
     sums = jax.device_get(eval_step(params, model_state, masked))
     counted = {n: (float(s), float(w)) for n, (s, w) in sums.items() if not (s == 0 and w == 0)}
     if counted:
         raise ConfigError(
-            f"{rule}; with every row masked its (sum, weight) should be (0, 0) but are {counted}: "
-            f"{way_out}"
+            f"{_RULE}; with every row masked its (sum, weight) should be (0, 0) but are {counted}: "
+            f"{_WAY_OUT}"
         )

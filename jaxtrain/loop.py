@@ -36,7 +36,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxtrain import checkpoint_files, resume, run_files
+from jaxtrain import checkpoint_files, preflight, resume, run_files
 from jaxtrain.agreement import WISH, Agreement, ToldToStop, carrying_eval_step, together
 from jaxtrain.backend import configure_backend
 from jaxtrain.compile import CompiledStep, compile_step
@@ -72,7 +72,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 class FitResult:
     """What `fit` leaves."""
 
-    state: Any
+    state: Any = dataclasses.field(repr=False)
     """The TrainState after the last step, on the mesh."""
     step: int
     """Optimizer steps done, over all resumes."""
@@ -81,9 +81,9 @@ class FitResult:
     status: str
     """"finished", "complete" (there was nothing left to do) or "preempted"."""
     metrics: Mapping[str, float]
-    """Metrics of the last step; empty if there was none."""
+    """Metrics of the last step; empty if there was none. With "complete", of its record."""
     eval_metrics: Mapping[str, float]
-    """The last evaluation; empty if there was none."""
+    """The last evaluation; empty if there was none. With "complete", its record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +146,7 @@ def fit(
             workdir = checkpoint_files.absolute(config.workdir, "workdir")
             config = config.replace(workdir=str(workdir))
         model = as_model(model)
+        preflight.check_writers(writers)
         mesh = make_mesh(config.mesh)
         is_primary = jax.process_index() == 0
         agreement = Agreement(mesh, preemption)
@@ -173,15 +174,18 @@ def fit(
             config, program.abstract, init=init, data_fingerprint=fingerprint
         )
         stack.callback(checkpointer.close)
+        if tx is not None and start.step:
+            _logger.info("the optimizer is your own: changes to it are not seen")
         evaluated_step = max(
             start.host.get("evaluated_step", 0), run_files.evaluated_step(config, start.step)
         )
         is_evaluated = eval_data is None or evaluated_step >= start.step
         if start.step >= config.num_steps and is_evaluated:
-            _logger.info("the run is complete: %d of %d steps", start.step, config.num_steps)
+            _logger.info("the run is complete: %s", _say_end(start.step, config.num_steps))
             if is_primary and config.workdir:
                 run_files.write_report(config, only_if_stale=True)
-            return FitResult(start.state, start.step, start.samples_seen, "complete", {}, {})
+            last = run_files.last_metrics(config, start.step)
+            return FitResult(start.state, start.step, start.samples_seen, "complete", *last)
         state = init() if start.state is None else start.state
 
         # The data, and the programs: each is compiled once, here.
@@ -199,6 +203,17 @@ def fit(
         with together():
             loaded = next(loader)
         resume.require_same_run(config, fingerprint, loaded.arrays)
+        if eval_data is not None:
+            preflight.check_evaluation(
+                model,
+                loss_fn,
+                eval_data,
+                train_batch=loaded.arrays,
+                config=config,
+                state=program.abstract,
+                mesh=mesh,
+                rules=rules,
+            )
         progress = Progress(config.num_steps, start_step=start.step, enabled=is_primary)
         stack.callback(progress.close)
         progress.status("compiling the step")
@@ -227,6 +242,7 @@ def fit(
 
         step = saved_step = start.step
         guard = NonFiniteGuard(config.max_skipped, **start.host.get("nonfinite", {}))
+        guard.has_checkpoint = bool(config.workdir) and step > 0
         throughput = make_throughput(model, config, mesh, loaded.arrays)
         clock = StepClock()
         metrics: dict[str, float] = {}
@@ -273,6 +289,8 @@ def fit(
             if evaluation is not None and is_evaluating and step > evaluated_step:
                 finish_step()
                 with clock.other():
+                    if is_end:
+                        progress.note(f"evaluating all {evaluation.num_batches} batches")
                     progress.status("evaluating")
                     max_batches = 0 if is_end else config.eval_batches
                     found = evaluation.run(state, max_batches, agreement)
@@ -302,6 +320,7 @@ def fit(
                     )
                     checkpointer.save(step, state, host)
                     saved_step = step
+                    guard.has_checkpoint = bool(config.workdir)
 
             # 3. Stop.
             if is_end or is_told_to_stop:
@@ -399,7 +418,7 @@ class Evaluation:
         xla: Mapping[str, Any],
     ) -> None:
         self._step = make_eval_step(model, loss_fn, mesh, rules)
-        self._num_batches = -(-len(data) // batch_size)
+        self.num_batches = -(-len(data) // batch_size)
         self._compiled: CompiledStep | None = None
         self._batches = functools.partial(
             eval_batches, data, mesh, rules=rules, batch_size=batch_size
@@ -419,7 +438,7 @@ class Evaluation:
         """
         begin = time.perf_counter()
         means: dict[str, float] = {}
-        num_batches = min(self._num_batches, max_batches or self._num_batches)
+        num_batches = min(self.num_batches, max_batches or self.num_batches)
         step = functools.partial(self._run, agreement)
         for prefix, params in (("", state.params), ("ema_", state.ema_params)):
             if params is None:
@@ -443,6 +462,12 @@ class Evaluation:
             step = self._step if agreement.is_alone else carrying_eval_step(self._step)
             self._compiled = compile_step(step, args, options=self._xla)
         return agreement.note(self._compiled(*args))
+
+
+def _say_end(step: int, num_steps: int) -> str:
+    if step <= num_steps:
+        return f"{step} of {num_steps} steps"
+    return f"it has done {step} steps, so it is already past num_steps={num_steps}"
 
 
 def is_due(every_steps: int, step: int) -> bool:

@@ -25,6 +25,7 @@ class NonFiniteGuard:
 
     def __init__(self, max_skipped: int, skipped: int = 0, in_a_row: int = 0) -> None:
         self._max_skipped = max_skipped
+        self.has_checkpoint = False
         self.skipped = skipped
         self.in_a_row = in_a_row
 
@@ -74,9 +75,11 @@ class NonFiniteGuard:
         if self.in_a_row <= self._max_skipped:
             _logger.warning("%s: left out, %d so far", where, self.skipped)
             return
+        before = "the checkpoints before it are finite"
+        if not self.has_checkpoint:
+            before = "there is no checkpoint before it"
         so_far = f", {self.in_a_row} in a row" if self._max_skipped else ""
         raise NonFiniteError(
-            f"{where}{so_far}; the checkpoints before it are finite. Look at these samples, lower "
-            "optimizer.learning_rate, or go on with --nonfinite=skip:N, which leaves out up to N "
-            "such steps in a row."
+            f"{where}{so_far}; {before}. Look at these samples, lower optimizer.learning_rate, or "
+            "go on with --nonfinite=skip:N, which leaves out up to N such steps in a row."
         )

@@ -198,7 +198,10 @@ def begin(
             "start anew with --checkpoint.overwrite."
         )
     if config.resume == "must":
-        raise CheckpointError(f"resume=must, but {directory} holds no checkpoint.")
+        raise CheckpointError(
+            f"resume=must, but {directory} holds no checkpoint; give the --workdir of a run that "
+            "has some, or leave --resume=must out to start from the initial values."
+        )
     start = _start_elsewhere(config, abstract, init)
     preload()
     return checkpointer, start
@@ -341,7 +344,9 @@ def _continue(config: RunConfig, checkpointer: Checkpointer, abstract: Any) -> S
     _, free = resume_differences(host.get("config", to_dict(config)), config)
     for difference in free:
         _logger.info("changed since step %d: %s", step, difference)
-    _logger.info("resumed from step %d of %d", step, config.num_steps)
+    end = config.num_steps
+    done = f"{step} of {end}" if step <= end else f"{step}, already past num_steps={end}"
+    _logger.info("resumed from step %s", done)
     return _start(config, step, state, host, origin)
 
 

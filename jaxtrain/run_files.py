@@ -22,11 +22,20 @@ from jaxtrain.metrics import (
     replace_file,
 )
 
-__all__ = ["Writers", "evaluated_step", "open_writers", "write_end", "write_report", "write_start"]
+__all__ = [
+    "Writers",
+    "evaluated_step",
+    "last_metrics",
+    "open_writers",
+    "write_end",
+    "write_report",
+    "write_start",
+]
 
 _logger = logging.getLogger("jaxtrain")
 
 _RUN = "run.json"
+_AMOUNTS = {"step", "eval", "samples", "tokens", "mfu"}
 _TIMES = ("wall_seconds", "checkpoint_seconds")
 
 
@@ -90,6 +99,26 @@ def evaluated_step(config: RunConfig, step: int) -> int:
     records = read_records(Path(config.workdir) / "metrics.jsonl")
     steps = (record["step"] for record in records if record.get("eval"))
     return max((found for found in steps if found <= step), default=0)
+
+
+def last_metrics(config: RunConfig, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What metrics.jsonl holds of a run that ended at a step.
+
+    Returns:
+        (metrics of that step, the last evaluation), as `FitResult` has them; {} without a record.
+    """
+    if not config.workdir:
+        return {}, {}
+    records = read_records(Path(config.workdir) / "metrics.jsonl")
+    trained = [r for r in records if not r.get("eval") and r["step"] == step]
+    evaluated = [r for r in records if r.get("eval") and r["step"] <= step]
+    metrics = {
+        name: value
+        for name, value in (trained[-1] if trained else {}).items()
+        if name not in _AMOUNTS and not name.endswith(("_seconds", "_per_second"))
+    }
+    found = evaluated[-1] if evaluated else {}
+    return metrics, {name: value for name, value in found.items() if name not in ("step", "eval")}
 
 
 def write_start(

@@ -84,6 +84,12 @@ def config(workdir="", **options):
     return RunConfig(workdir=str(workdir), **sections, **{**defaults, **options})
 
 
+def own_optimizer(workdir, num_steps):
+    """A configuration that leaves the optimizer to `tx`."""
+    defaults = OptimizerConfig()
+    return config(workdir, num_steps=num_steps, learning_rate=defaults.learning_rate)
+
+
 def fit(
     config,
     train_data=None,

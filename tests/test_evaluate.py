@@ -8,7 +8,7 @@ from stepping import HYBRID, mesh_of
 
 from jaxtrain.data import load
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.evaluate import evaluate
+from jaxtrain.evaluate import evaluate, require_masked
 from jaxtrain.step import make_eval_step
 
 PREDICTOR = (
@@ -94,6 +94,43 @@ def test_loss_that_counts_padding_is_refused(sizes):
     with pytest.raises(ConfigError, match=r"should be \(0, 0\) .*8\.0.* by batch\['loss_mask'\]"):
         run(examples(10), sizes, careless_loss)
     run(examples(16), sizes, careless_loss)  # nothing is padded, so nothing can be miscounted
+
+
+def masked_weight_only(outputs_R1, batch, params):
+    return {"loss": (jnp.sum(outputs_R1), jnp.sum(batch["loss_mask"]))}
+
+
+def masked_sum_only(outputs_R1, batch, params):
+    mask = batch["loss_mask"]
+    return {"loss": (jnp.sum(outputs_R1[:, 0] * mask), jnp.float32(len(mask)))}
+
+
+def constant_besides(outputs_R1, batch, params):
+    weight = jnp.sum(batch["loss_mask"])
+    return accuracy_loss(outputs_R1, batch, params) | {"z_loss": (jnp.float32(0), weight)}
+
+
+@pytest.mark.parametrize("sizes", ["data:1", "data:8"])
+@pytest.mark.parametrize(
+    ("loss_fn", "careless"),
+    [
+        (accuracy_loss, ""),
+        (constant_besides, ""),
+        (jax.jit(accuracy_loss), ""),
+        (masked_weight_only, "the sum of 'loss'"),
+        (jax.jit(masked_weight_only), "the sum of 'loss'"),
+        (masked_sum_only, "the weight of 'loss'"),
+    ],
+)
+def test_a_loss_without_the_mask_is_seen_without_compiling(sizes, loss_fn, careless):
+    mesh = mesh_of(sizes)
+    batch = load.abstract_batch(examples(8), mesh, global_batch_size=8)
+    args = (make_eval_step(PREDICTOR, loss_fn, mesh), {"offset": jnp.zeros(())}, {}, batch)
+    if not careless:
+        require_masked(*args)
+        return
+    with pytest.raises(ConfigError, match=rf"'\] does not enter {careless}: multiply each row"):
+        require_masked(*args)
 
 
 def test_padding_without_a_mask_is_refused():

@@ -442,10 +442,41 @@ def test_a_complete_run_is_left_alone(tmp_path, caplog):
     assert snapshot(tmp_path) == before
     assert_bit_equal(first.state, second.state)
     assert second.samples_seen == first.samples_seen
+    assert second.metrics == first.metrics
+    assert second.eval_metrics == first.eval_metrics
     # A kill after the last checkpoint may have left no report, or an old one.
     (tmp_path / "report.html").unlink()
     fit(config(tmp_path, **options))
     assert (tmp_path / "report.html").exists()
+
+
+def test_an_end_that_is_past_already_is_said(tmp_path, caplog):
+    fit(config(tmp_path, num_steps=3))
+    caplog.set_level("INFO", "jaxtrain")
+    assert fit(config(tmp_path, num_steps=2)).status == "complete"
+    assert "it has done 3 steps, so it is already past num_steps=2" in caplog.text
+    assert "resumed from step 3, already past num_steps=2" in caplog.text
+
+
+def test_a_resume_says_that_an_own_optimizer_is_not_compared(tmp_path, caplog):
+    caplog.set_level("INFO", "jaxtrain")
+    for num_steps, is_said in ((2, False), (3, True)):
+        fit(looping.own_optimizer(tmp_path, num_steps), None, None, tx=optax.sgd(0.1))
+        assert ("the optimizer is your own: changes to it are not seen" in caplog.text) == is_said
+
+
+def test_a_result_is_short_to_print():
+    result = fit(config(num_steps=1), eval_data=None)
+    assert "state" not in repr(result)
+    assert "step=1" in repr(result)
+
+
+def test_the_last_evaluation_is_announced(caplog):
+    caplog.set_level("INFO", "jaxtrain")
+    fit(config(num_steps=2, eval_every_steps=1, eval_batches=1))
+    assert [line for line in caplog.messages if "evaluating all" in line] == [
+        "evaluating all 3 batches"
+    ]
 
 
 # Values that are not finite (case E5)
@@ -482,6 +513,15 @@ def test_a_bad_value_stops_the_run_and_is_named(tmp_path, name, value):
     last = looping.read_records(tmp_path / "metrics.jsonl")[-1]
     assert last["step"] == 5
     assert not math.isfinite(last["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [(1, "there is no checkpoint before it"), (3, "the checkpoints before it are finite")],
+)
+def test_only_checkpoints_that_are_there_are_spoken_of(tmp_path, bad, message):
+    with pytest.raises(NonFiniteError, match=f"order\\); {message}\\. Look at these samples"):
+        fit(nan_config(tmp_path), spoiled(bad), None)
 
 
 def test_a_bad_step_that_is_due_to_be_saved_is_not(tmp_path):

@@ -80,7 +80,7 @@ def test_an_empty_directory_is_a_fresh_start_with_one_line(tmp_path, caplog):
 
 
 def test_what_must_be_resumed_must_be_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"resume=must, but .* holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"resume=must, but .* holds no checkpoint; give the"):
         begin(toy.config(tmp_path, resume="must"))
     with pytest.raises(ConfigError, match="resume=must needs a workdir"):
         begin(toy.config("", resume="must"))

@@ -163,6 +163,15 @@ def as_dataset(data: Any) -> Dataset:
         return data
     if isinstance(data, Mapping):
         return ArrayDataset(data)
+    if isinstance(data, tuple | list):
+        has_arrays = any(hasattr(item, "shape") for item in data)
+    else:
+        has_arrays = isinstance(data, np.ndarray) or hasattr(data, "addressable_shards")
+    if has_arrays:
+        raise DataError(
+            f"{type(data).__name__} is no dataset, its arrays have no names by which model and "
+            'loss find them; give {"x": array, "y": array}'
+        )
     if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str):
         return RecordDataset(data)
     raise DataError(

@@ -1,0 +1,90 @@
+"""What `fit` refuses before it compiles, although only evaluating or writing would need it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxtrain.config import RunConfig
+from jaxtrain.data.load import abstract_batch
+from jaxtrain.data.sources import Dataset
+from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.evaluate import require_masked
+from jaxtrain.models.functional import Model
+from jaxtrain.sharding import ShardingRules
+from jaxtrain.state import TrainState
+from jaxtrain.step import make_eval_step
+
+_WRITER_METHODS = ("write", "flush", "close")
+
+
+def check_writers(writers: Any) -> None:
+    """Refuses what cannot take records, before the first one.
+
+    Raises:
+        ConfigError: naming what was given and what it lacks.
+    """
+    if not isinstance(writers, Sequence) or isinstance(writers, str):
+        raise ConfigError(f"writers is a list of writers; got {_name(writers)}: writers=[...].")
+    for writer in writers:
+        lacking = [name for name in _WRITER_METHODS if not callable(getattr(writer, name, None))]
+        if isinstance(writer, type) and not lacking:
+            raise ConfigError(f"writers takes objects, got the class {_name(writer)}: call it.")
+        if lacking:
+            raise ConfigError(
+                f"a writer has the methods {', '.join(_WRITER_METHODS)}; {_name(writer)} lacks "
+                f"{', '.join(lacking)}."
+            )
+
+
+def check_evaluation(
+    model: Model,
+    loss_fn: Callable[..., Any],
+    data: Dataset,
+    *,
+    train_batch: Mapping[str, Any],
+    config: RunConfig,
+    state: TrainState,
+    mesh: Mesh,
+    rules: ShardingRules,
+) -> None:
+    """Refuses what the first evaluation could not do; one row is read, nothing is compiled.
+
+    Args:
+        model: from `as_model`.
+        loss_fn: (outputs, batch, params) -> Sums.
+        data: to be evaluated.
+        train_batch: arrays of a training batch, by name.
+        config: of the run.
+        state: abstract.
+        mesh: where the batches go.
+        rules: of the layout.
+
+    Raises:
+        DataError: for other arrays than those of the training data.
+        ConfigError: for a loss that would count padding.
+    """
+    batch_size = config.global_batch_size // config.accumulate_steps
+    batch = abstract_batch(data, mesh, rules=rules, global_batch_size=batch_size)
+    if missing := [repr(name) for name in train_batch if name not in batch]:
+        raise DataError(
+            f"eval_data has no {', '.join(missing)} but {', '.join(batch)}; give it every array "
+            "that train_data has."
+        )
+    other = [
+        f"{name!r} is {batch[name].dtype}, not {array.dtype}"
+        for name, array in train_batch.items()
+        if name != "loss_mask" and batch[name].dtype != array.dtype
+    ]
+    if other:
+        raise DataError(
+            f"eval_data must have the dtypes of train_data: {', '.join(other)}; prepare both the "
+            "same way."
+        )
+    if len(data) % batch_size:
+        eval_step = make_eval_step(model, loss_fn, mesh, rules)
+        require_masked(eval_step, state.params, state.model_state, batch)
+
+
+def _name(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else type(value).__name__
