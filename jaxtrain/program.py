@@ -17,8 +17,10 @@ from jaxtrain import optim
 from jaxtrain.agreement import WISH, carrying_train_step
 from jaxtrain.compile import CompiledStep, compile_step, compiler_options
 from jaxtrain.config import RunConfig
+from jaxtrain.errors import ConfigError
 from jaxtrain.layout_audit import Audit, audit
 from jaxtrain.models.functional import Model
+from jaxtrain.placement import param_shardings
 from jaxtrain.rules import ShardingRules
 from jaxtrain.sharding import check_batch_size
 from jaxtrain.state import TrainState, placed_state
@@ -76,7 +78,7 @@ def train_program(
     Raises:
         ConfigError: for a batch or a layout that does not fit the mesh.
     """
-    check_batch_size(config.global_batch_size, config.accumulate_steps, mesh, rules)
+    _check_sizes(model, config, mesh, rules)
     learning_rate = frozen = None
     if tx is None:
         abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
@@ -99,6 +101,22 @@ def train_program(
     )
     abstract = placed_state(model, tx, mesh, rules=rules, seed=config.seed, ema=ema)
     return TrainProgram(tx, abstract, layout, step, program_options(config, mesh))
+
+
+def _check_sizes(model: Model, config: RunConfig, mesh: Mesh, rules: ShardingRules) -> None:
+    """Names everything that does not divide at once: batch and parameters."""
+    problems = []
+    try:
+        check_batch_size(config.global_batch_size, config.accumulate_steps, mesh, rules)
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        param_shardings(abstract_params, model.logical_axes, mesh, rules)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("; and ".join(problem.rstrip(".") for problem in problems))
 
 
 def program_options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
