@@ -241,7 +241,7 @@ class RunConfig(Config):
         unit="batches",
         minimum=0,
         group=_LOG,
-        help="size of an evaluation; 0: all data; the last evaluation is always whole",
+        help="of global_batch_size rows in an evaluation; 0: all data; the last one is whole",
     )
     log_every_steps: int = _free(
         10, unit="steps", minimum=0, group=_LOG, help="cadence of metrics; 0: never"

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.losses import Sums
@@ -136,7 +137,12 @@ def _check_padding(
     mask = batch["loss_mask"]
     masked = dict(batch, loss_mask=jnp.zeros_like(mask, device=mask.sharding))
     sums = jax.device_get(eval_step(params, model_state, masked))
-    counted = {n: (float(s), float(w)) for n, (s, w) in sums.items() if not (s == 0 and w == 0)}
+    # A value that is not finite stays so whatever it is multiplied with: it shows in the mean.
+    counted = {
+        name: (float(total), float(weight))
+        for name, (total, weight) in sums.items()
+        if weight != 0 or (total != 0 and np.isfinite(total))
+    }
     if counted:
         raise ConfigError(
             f"{_RULE}; with every row masked its (sum, weight) should be (0, 0) but are {counted}: "

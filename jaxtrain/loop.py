@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +47,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.evaluate import evaluate
 from jaxtrain.ignored import refuse_what_fit_ignores
 from jaxtrain.mesh import describe_mesh, make_mesh
-from jaxtrain.metrics import Writer
+from jaxtrain.metrics import Writer, encode
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.nonfinite import NonFiniteGuard
 from jaxtrain.preemption import Preemption
@@ -285,15 +284,17 @@ def fit(
 
             # 1. Evaluate; the last one is whole. An evaluation that a signal cuts short is given
             #    up: it is done, from the same state, when the run goes on.
+            #    One that fails costs no step: it ends the run after the save.
             is_evaluating = is_end or is_due(config.eval_every_steps, step)
+            failure: Exception | None = None
             if evaluation is not None and is_evaluating and step > evaluated_step:
                 finish_step()
                 with clock.other():
                     if is_end:
                         progress.note(f"evaluating all {evaluation.num_batches} batches")
                     progress.status("evaluating")
-                    max_batches = 0 if is_end else config.eval_batches
-                    found = evaluation.run(state, max_batches, agreement)
+                    max_batches = 0 if is_end else config.eval_batches * config.accumulate_steps
+                    found, failure = evaluation.attempt(state, max_batches, agreement, guard)
                     if found is not None:
                         eval_metrics, evaluated_step = found, step
                         record = {"step": step, "eval": True, **found}
@@ -303,7 +304,7 @@ def fit(
             # 2. Save: the flag of this very state was read, and its records are on the disk.
             agreement.attempt(checkpointer.check, None)
             progress.committed(checkpointer.newly_committed())
-            is_saving = is_end or is_due(config.checkpoint.every_steps, step)
+            is_saving = is_end or is_due(config.checkpoint.every_steps, step) or failure is not None
             # Asked once: a signal between here and 3 must not stop a run that was not saved.
             is_told_to_stop = agreement.is_stopping
             if step > saved_step and (is_saving or is_told_to_stop):
@@ -323,6 +324,8 @@ def fit(
                     guard.has_checkpoint = bool(config.workdir)
 
             # 3. Stop.
+            if failure is not None:
+                raise failure
             if is_end or is_told_to_stop:
                 break
 
@@ -385,6 +388,9 @@ def evaluate_run(
 
     Returns:
         The mean of every name of the loss, `weight` and `rows`.
+
+    Raises:
+        NonFiniteError: when the loss is not finite and `config.nonfinite` is "stop".
     """
     if eval_data is None:
         raise ConfigError("evaluate: this experiment has no evaluation data.")
@@ -400,7 +406,9 @@ def evaluate_run(
     found = evaluation.run(state, 0, Agreement(mesh, Preemption()))
     assert found is not None
     if jax.process_index() == 0:
-        print(json.dumps({"step": step, "eval": True, **found}))
+        print(encode({"step": step, "eval": True, **found}).decode().rstrip())
+    if failure := NonFiniteGuard(config.max_skipped).refuse_evaluation(step, found):
+        raise failure
     return found
 
 
@@ -453,6 +461,19 @@ class Evaluation:
             skipped = ("weight", "rows") if prefix else ()
             means |= {prefix + name: v for name, v in found.items() if name not in skipped}
         return means | {"eval_seconds": time.perf_counter() - begin}
+
+    def attempt(
+        self, state: TrainState, max_batches: int, agreement: Agreement, guard: NonFiniteGuard
+    ) -> tuple[dict[str, float] | None, Exception | None]:
+        """(what `run` returns, None), or (None, the error to end with when the state is saved)."""
+        try:
+            found = self.run(state, max_batches, agreement)
+        except Exception as error:
+            if not agreement.is_alone:
+                raise  # the others may be waiting for this process, which can save nothing alone
+            return None, error
+        failure = None if found is None else guard.refuse_evaluation(int(state.step), found)
+        return (found if failure is None else None), failure
 
     def _run(
         self, agreement: Agreement, params: Any, model_state: Any, batch: Mapping[str, jax.Array]

@@ -83,3 +83,28 @@ class NonFiniteGuard:
             f"{where}{so_far}; {before}. Look at these samples, lower optimizer.learning_rate, or "
             "go on with --nonfinite=skip:N, which leaves out up to N such steps in a row."
         )
+
+    def refuse_evaluation(
+        self, step: int, means: Mapping[str, float]
+    ) -> NonFiniteError | None:
+        """Takes note of an evaluation: of a finite state, so there is nothing to leave out.
+
+        Args:
+            step: whose parameters were evaluated.
+            means: of the evaluation.
+
+        Returns:
+            The error to end the run with, once its state is saved; None: the run goes on, with a
+            warning if the loss is not finite.
+        """
+        bad = [n for n in ("loss", "ema_loss") if not math.isfinite(means.get(n, 0.0))]
+        if not bad:
+            return None
+        where = f"{' and '.join(bad)} not finite in the evaluation of step {step}"
+        if self._max_skipped:
+            _logger.warning("%s: the run goes on, as nonfinite=skip says", where)
+            return None
+        return NonFiniteError(
+            f"{where}, though the parameters are finite. Look at the evaluation data, lower "
+            "optimizer.learning_rate and start anew, or go on with --nonfinite=skip:N."
+        )

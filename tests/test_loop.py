@@ -28,6 +28,7 @@ from looping import (
 )
 
 from jaxtrain import (
+    ArrayDataset,
     CheckpointError,
     ConfigError,
     DataError,
@@ -229,6 +230,18 @@ def test_cadences_of_zero_mean_never_but_the_end_counts(tmp_path):
 def test_the_last_evaluation_is_whole_and_others_as_long_as_asked(tmp_path):
     fit(config(tmp_path, num_steps=4, eval_every_steps=2, eval_batches=2))
     assert [(r["step"], r["rows"]) for r in eval_records(tmp_path)] == [(2, 16), (4, 20)]
+
+
+def test_an_evaluation_is_of_the_same_rows_however_steps_are_accumulated(tmp_path):
+    found = {}
+    for number in (1, 2, 4):
+        options = {"eval_every_steps": 1, "eval_batches": 1, "accumulate_steps": number}
+        fit(config(tmp_path / str(number), num_steps=2, **options))
+        found[number] = eval_records(tmp_path / str(number))
+    assert [record["rows"] for record in found[1]] == [8, 20]
+    for number in (2, 4):
+        for one, other in zip(found[1], found[number], strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
 
 
 def test_without_a_workdir_nothing_is_written(tmp_path, monkeypatch):
@@ -602,6 +615,45 @@ def test_an_overflow_is_known_by_its_flag_whatever_the_metrics(tmp_path, nonfini
         fit(run, eval_data=None, loss_fn=loss_fn, tx=tx)
     assert saved_steps(tmp_path) == [1]
     assert_only_finite_saved(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1e30, math.nan])
+def test_an_evaluation_that_is_not_finite_costs_no_step(tmp_path, value):
+    """The last row is bad and is the one that fills up: the loss is no reason to blame loss_fn."""
+    spoilt = {name: array.copy() for name, array in looping.EVAL.items()}
+    spoilt["x"][-1] = value
+    run = config(tmp_path, num_steps=3, every_steps=1000)
+    for _ in range(2):  # the same command fails again, and evaluates only
+        with pytest.raises(NonFiniteError, match=r"^loss not finite in the evaluation of step 3, "):
+            fit(run, eval_data=spoilt)
+        assert saved_steps(tmp_path) == [3]
+    with pytest.raises(NonFiniteError, match=r"^loss not finite in the evaluation of step 3, "):
+        evaluate_run(run, spoilt)
+    result = fit(run.replace(nonfinite="skip:1"), eval_data=spoilt)
+    assert result.status == "finished"
+    assert not math.isfinite(result.eval_metrics["loss"])
+    (record,) = looping.read_records(tmp_path / "metrics.jsonl")[3:]
+    assert (record["step"], record["eval"], record["rows"]) == (3, True, 20)
+    assert not math.isfinite(record["loss"])
+
+
+def evaluate_run(run, eval_data):
+    return loop.evaluate_run(looping.MODEL, looping.loss_fn, eval_data, config=run)
+
+
+def test_an_evaluation_that_fails_costs_no_step(tmp_path):
+    class Unreadable(ArrayDataset):
+        def read(self, indices):
+            if len(indices) > 1:  # one is looked at before the run begins
+                raise OSError(5, "Input/output error")
+            return super().read(indices)
+
+    run = config(tmp_path, num_steps=3, every_steps=1000)
+    with pytest.raises(DataError, match="Input/output error"):
+        fit(run, eval_data=Unreadable(looping.EVAL))
+    assert saved_steps(tmp_path) == [3]
+    assert fit(run).status == "finished"
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 3]
 
 
 # Saves that fail
