@@ -9,10 +9,11 @@
 `save` blocks for the copy from device to host; writing goes on in the background. On CPU nothing is
 copied: JAX does not donate a buffer that a save still reads, so the next step writes to new memory.
 
-What is safe against what: a step gets its name by one rename when it is complete, so a process
-killed at any moment (SIGKILL, out of memory) leaves whole steps only. Neither orbax nor this module
-calls fsync: after a power loss the newest steps may be damaged. A file that lost bytes is then
-noticed, and the run resumes from an older step.
+What is safe against what: a step gets its name by one rename when it is complete and on the disk
+(fsync), so a process killed at any moment (SIGKILL, out of memory) and a power loss leave whole
+steps only, and an old step goes after the name of the new one is on the disk. Files that change
+later are noticed by size when a step is looked for, by checksum when it is read; the run then
+resumes from an older step.
 
 Old steps are deleted when a newer one is known to be whole, by this module and not by orbax. Its
 deletion leaves half a step when it is killed; and when the loop polls `check_for_errors`, it takes
@@ -38,6 +39,7 @@ import numpy as np
 
 from jaxtrain import checkpoint_files as files
 from jaxtrain.agreement import together
+from jaxtrain.checkpoint_sums import first_damaged, sync_directory
 from jaxtrain.checkpoint_tree import (
     describe,
     initial_values,
@@ -240,6 +242,7 @@ class Checkpointer(files.CheckpointDirectory):
             values = initial_values(initial, [name for name in wanted if name in kept], wanted)
         reading = {name: leaf for name, leaf in wanted.items() if name not in values}
         require_match(f"checkpoint step {step}", found, reading, subset=subset)
+        self._require_undamaged(manifest)
         _restore_started(step)
         values |= _read(self.directory / str(step), reading, found)
         _restore_finished(step)
@@ -250,6 +253,21 @@ class Checkpointer(files.CheckpointDirectory):
         return jax.tree.unflatten(jax.tree.structure(abstract), [values[n] for n in wanted])
 
     # Inside
+
+    def _require_undamaged(self, manifest: files.Manifest) -> None:
+        """Reads every file once; with several processes each its share of them."""
+        path = self.directory / str(manifest.step)
+        part, parts = jax.process_index(), jax.process_count()
+        try:
+            name = first_damaged(path, manifest.sums, part=part, parts=parts)
+            reason = files.CHANGED if name else ""
+        except OSError as error:
+            name, reason = "", files.cause(error)
+        if reason:
+            raise files.BrokenCheckpointError(
+                f"checkpoint step {manifest.step} in {self.directory} cannot be read: "
+                f"{f'file {name}: ' if name else ''}{reason}."
+            )
 
     def _make_way(self, step: int) -> None:
         """Moves a damaged directory out of the way of a save; a whole step is not written over."""
@@ -273,6 +291,7 @@ class Checkpointer(files.CheckpointDirectory):
             ocp = _orbax()
             self.directory.mkdir(parents=True, exist_ok=True)
             if _is_primary():
+                sync_directory(self.directory.parent)
                 files.remove_leftovers(self.directory)
             registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
             registry.add("state", ocp.args.PyTreeSave, _handler())
@@ -308,6 +327,7 @@ class Checkpointer(files.CheckpointDirectory):
             self._manager.wait_until_finished()
             if _is_primary():
                 files.read_manifest(self.directory / str(step))
+                sync_directory(self.directory)
             self._own.append(step)
             self._committed = step
             self._news.put(step)

@@ -2,7 +2,7 @@
 
     checkpoints/
       100/                       a step
-        jaxtrain.json            our manifest: step, run, arrays, and the size of every file
+        jaxtrain.json            our manifest: step, run, arrays, size and checksum of every file
         state/  host/metadata    arrays (OCDBT) and the JSON record, written by orbax
       200.orbax-checkpoint-tmp/  a save in flight, or one that a kill interrupted
       300.broken/                a damaged step that stood in the way of a new one; never deleted
@@ -10,8 +10,9 @@
 
 A step is whole if it has a manifest and every file in it has the size that the manifest names. The
 manifest is written when all other files are complete, and the directory gets its name after that,
-so a kill at any moment leaves either a whole step or none. Bytes that change without changing the
-size of a file are not noticed.
+so a kill at any moment leaves either a whole step or none. Everything is on the disk (fsync) before
+the directory gets its name, so a power loss does not either. Bytes that change later without
+changing the size of a file are noticed when the step is read (`checkpoint_sums`).
 
 Everything else in the directory (backups, conversions, notes) is neither read nor deleted. Nothing
 here needs a device, orbax, or the mesh that wrote a checkpoint.
@@ -24,10 +25,12 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.checkpoint_sums import checksum, sync_directory, sync_files
 from jaxtrain.errors import CheckpointError, ConfigError
 
 MANIFEST = "jaxtrain.json"
@@ -35,6 +38,8 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 """How orbax marks a step that is being written; `tests/test_checkpoint.py` compares them."""
 DELETING = ".deleting"
 BROKEN = ".broken"
+CHANGED = "its bytes are not those that were written"
+"""What is wrong with a file of the right size."""
 
 _FORMAT = 1
 _STEP = re.compile(r"0|[1-9][0-9]*")
@@ -66,6 +71,8 @@ class Manifest:
     """By path, e.g. `params/layers/attention/q/kernel`."""
     files: Mapping[str, int]
     """Sizes in bytes, by path below the step's directory."""
+    sums: Mapping[str, int]
+    """Checksums; empty in a checkpoint of the first release."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +171,10 @@ def locate(path: str | os.PathLike[str], option: str) -> tuple[Path, int | None]
 
 
 def write_manifest(directory: Path, *, step: int, run: str, arrays: Mapping[str, Array]) -> None:
-    """Describes a step whose files are complete but whose directory has no final name yet."""
+    """Describes a step whose files are complete but whose directory has no final name yet.
+
+    When it returns, all of the step is on the disk.
+    """
     files = {
         str(path.relative_to(directory)): path.stat().st_size
         for path in sorted(directory.rglob("*"))
@@ -176,8 +186,13 @@ def write_manifest(directory: Path, *, step: int, run: str, arrays: Mapping[str,
         "run": run,
         "arrays": {name: dataclasses.asdict(array) for name, array in arrays.items()},
         "files": files,
+        "crc32": sync_files(directory, files),
     }
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    manifest["own_crc32"] = _own_sum(manifest)
+    path = directory / MANIFEST
+    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    checksum(path, sync=True)
+    sync_directory(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -194,7 +209,10 @@ def read_manifest(directory: Path) -> Manifest:
             name: Array(tuple(array["shape"]), array["dtype"], array["key_impl"])
             for name, array in content["arrays"].items()
         }
-        manifest = Manifest(content["step"], content["run"], arrays, content["files"])
+        manifest = Manifest(
+            content["step"], content["run"], arrays, content["files"], content.get("crc32", {})
+        )
+        own_sum = content.pop("own_crc32", None)
     except FileNotFoundError:
         has_files = directory.is_dir() and any(directory.iterdir())
         raise NotWholeError(f"it has no {MANIFEST}" if has_files else "it is empty") from None
@@ -204,6 +222,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise NotWholeError(f"{MANIFEST} is damaged") from None
     if str(manifest.step) != directory.name.removesuffix(UNFINISHED):
         raise NotWholeError(f"its {MANIFEST} is that of step {manifest.step}")
+    if own_sum not in (None, _own_sum(content)):
+        raise NotWholeError(f"{MANIFEST} is damaged")
     for name, size in manifest.files.items():
         try:
             found = (directory / name).stat().st_size
@@ -212,6 +232,11 @@ def read_manifest(directory: Path) -> Manifest:
         if found != size:
             raise NotWholeError(f"file {name} has {found} of {size} bytes")
     return manifest
+
+
+def _own_sum(content: Mapping[str, Any]) -> int:
+    """The checksum of what a manifest says, whatever its layout as text."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def scan(directory: Path) -> Scan:
@@ -289,13 +314,16 @@ class CheckpointDirectory:
 
     def read_host(self, step: int) -> dict[str, Any]:
         """The JSON record that was saved with a step."""
-        self.manifest(step)
-        path = self.directory / str(step) / "host" / "metadata"
+        name = "host/metadata"
+        wanted = self.manifest(step).sums.get(name)
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            data = (self.directory / str(step) / name).read_bytes()
+            if wanted not in (None, zlib.crc32(data)):
+                raise ValueError(CHANGED)
+            return json.loads(data)
         except (OSError, ValueError) as error:
             raise BrokenCheckpointError(
-                f"checkpoint step {step} in {self.directory} cannot be read: file host/metadata: "
+                f"checkpoint step {step} in {self.directory} cannot be read: file {name}: "
                 f"{cause(error)}."
             ) from error
 

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain import checkpoint
 from jaxtrain import checkpoint_files as files
 from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint_sums import first_damaged
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.tree import named_leaves
 
@@ -316,6 +317,63 @@ def test_every_cut_or_missing_file_is_noticed_and_named(tmp_path):
             assert name in str(caught.value)
             assert "step 1" in str(caught.value)
             shutil.rmtree(copy)
+
+
+def test_every_change_of_a_byte_is_noticed_and_named(tmp_path):
+    """The sizes stay; each file in turn has one byte changed."""
+    names = [*files_of_a_step(tmp_path / "whole"), files.MANIFEST]
+    for name in names:
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "whole", copy)
+        path = copy / "1" / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        checkpointer = Checkpointer(copy)
+        with pytest.raises(files.BrokenCheckpointError) as caught:
+            checkpointer.restore(1, abstract_like({"w": jnp.zeros(64)}))
+        assert name in str(caught.value)
+        assert "step 1" in str(caught.value)
+        shutil.rmtree(copy)
+
+
+def test_processes_share_the_reading_of_the_files(tmp_path):
+    names = files_of_a_step(tmp_path)
+    sums = files.read_manifest(tmp_path / "1").sums
+    assert set(sums) == set(names)
+    for name in names:
+        path = tmp_path / "1" / name
+        data = path.read_bytes()
+        path.write_bytes(bytes(len(data)))
+        found = [first_damaged(tmp_path / "1", sums, part=i, parts=3) for i in range(3)]
+        assert sorted(found) == ["", "", name]
+        path.write_bytes(data)
+
+
+def test_a_step_is_on_the_disk_before_it_has_its_name_and_the_name_before_old_ones_go(
+    tmp_path, monkeypatch
+):
+    """As far as fsync promises it: what it was called for, in which order."""
+    events = []
+
+    def note(descriptor, fsync=os.fsync):
+        fsync(descriptor)
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(checkpoint, "_commit_started", lambda step: events.append(step))
+    monkeypatch.setattr(checkpoint, "_delete_started", lambda step: events.append("delete"))
+    save(checkpointer := Checkpointer(tmp_path, keep_last=1), 1)
+    events.clear()
+    save(checkpointer, 2)
+    checkpointer.close()
+    before, after = events[: events.index(2)], events[events.index(2) + 1 :]
+    unfinished = tmp_path / f"2{files.UNFINISHED}"
+    manifest = files.read_manifest(tmp_path / "2")
+    for name in [*manifest.files, files.MANIFEST]:
+        place = unfinished / name
+        assert before.index(str(place)) < len(before) - 1 - before[::-1].index(str(place.parent))
+    assert after == [str(tmp_path), "delete"]
 
 
 @pytest.mark.parametrize(
