@@ -7,9 +7,9 @@ The rules, in this order (`--resume=auto`, the default: the same command again c
 1. A directory that holds whole checkpoints is continued from the newest one. Fields of the
    configuration that may change are logged with both values; a difference in any other is an error.
    `--resume=never` refuses such a directory, and `--checkpoint.overwrite` turns that refusal, and
-   the one for differences, into deleting the old checkpoints and starting anew. (So a run that was
-   started with `--checkpoint.overwrite` and preempted continues with the same command, unless
-   `--resume=never` stands beside it.)
+   the one for differences, into deleting the old checkpoints and starting anew. The same command
+   again does not delete what it has made: a run that was started with both is continued by both,
+   or found to be complete.
 2. `--checkpoint.restore_step=N` goes back: the newer steps would be written again, so it takes
    `--checkpoint.overwrite` to delete them. The same command again does not go back twice.
 3. A newest checkpoint that is damaged is set aside, and the one before it is taken. If there are
@@ -80,7 +80,7 @@ class Start:
     host: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The record saved with the state; empty for the initial values."""
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Where this run once came from: `restore_from`, and the step it `went_back_to`."""
+    """How this run began: `restore_from`, the step it `went_back_to`, whether it `overwrote`."""
 
     @property
     def samples_seen(self) -> int:
@@ -203,6 +203,8 @@ def begin(
             "has some, or leave --resume=must out to start from the initial values."
         )
     start = _start_elsewhere(config, abstract, init)
+    if options.overwrite and config.resume == "never":
+        start = dataclasses.replace(start, origin={**start.origin, "overwrote": True})
     preload()
     return checkpointer, start
 
@@ -286,16 +288,28 @@ def _is_to_be_replaced(
 ) -> bool:
     """Whether the whole checkpoints make way for a new run; an error if they stand in its way."""
     options = config.checkpoint
-    newest = max(checkpointer.committed_steps())
-    host = checkpointer.read_host(newest)
+    newest, host = _newest_record(checkpointer, checkpointer.committed_steps())
     place = f"{checkpointer.directory} holds checkpoints up to step {newest}"
     fixed, _ = resume_differences(host.get("config", to_dict(config)), config)
     trained_on = host.get("data_fingerprint", data_fingerprint)
     if trained_on != data_fingerprint:
         fixed.append(Difference("the training data's fingerprint", trained_on, data_fingerprint))
     source = host.get("origin", {}).get("restore_from", "")
+    began_so = host.get("origin", {}).get("overwrote", False)
+    if config.resume == "never" and options.overwrite and began_so and not fixed:
+        is_complete = newest >= config.num_steps
+        _logger.warning(
+            "the run in %s began with --resume=never --checkpoint.overwrite and %s step %d; to "
+            "start over once more, delete that directory or give another --workdir",
+            checkpointer.directory,
+            "is complete: nothing is deleted, it ended at" if is_complete else "continues from",
+            newest,
+        )
+        return False
     if config.resume == "never":
         refusal = f"resume=never, but {place}; {_WAYS_OUT}."
+    elif not host:
+        return options.overwrite and config.resume != "must"
     elif fixed:
         refusal = (
             f"{place} of a run with another configuration ({'; '.join(map(str, fixed))}); give "
@@ -315,19 +329,35 @@ def _is_to_be_replaced(
     return True
 
 
+def _newest_record(checkpointer: Checkpointer, steps: Sequence[int]) -> tuple[int, dict[str, Any]]:
+    """(step, what was saved beside it) of the newest step that has a record which can be read.
+
+    Where none has, the newest step and {}: the restore will say what is wrong.
+    """
+    for step in sorted(steps, reverse=True):
+        try:
+            return step, checkpointer.read_host(step)
+        except files.BrokenCheckpointError:
+            continue
+    return max(steps), {}
+
+
 def _continue(config: RunConfig, checkpointer: Checkpointer, abstract: Any) -> Start:
     """Restores the run's own checkpoint: the newest, or the one to go back to."""
     options = config.checkpoint
     steps = from_primary(checkpointer.committed_steps)
     newest, wanted = max(steps), options.restore_step
     newer: list[int] = []
+    goes_back = False
     if wanted >= 0 and not options.restore_from:
-        origin = from_primary(lambda: checkpointer.read_host(newest)).get("origin", {})
+        _, host = from_primary(lambda: _newest_record(checkpointer, steps))
+        origin = host.get("origin", {})
         if newest > wanted and origin.get("went_back_to") == wanted:
             _logger.info("this run went back to step %d already; it continues", wanted)
         else:
             from_primary(lambda: checkpointer.manifest(wanted))  # an error if it is not there
             newer = [step for step in steps if step > wanted]
+            goes_back = options.overwrite
             steps = [wanted]
     if newer and not options.overwrite:
         raise ConfigError(
@@ -340,6 +370,7 @@ def _continue(config: RunConfig, checkpointer: Checkpointer, abstract: Any) -> S
     if newer:
         _logger.warning("checkpoint.overwrite: deleting the newer steps %s", _list(newer))
         checkpointer.delete(newer)
+    if goes_back:  # also if an earlier start has deleted them and saved nothing
         origin["went_back_to"] = step
     _, free = resume_differences(host.get("config", to_dict(config)), config)
     for difference in free:

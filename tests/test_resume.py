@@ -179,6 +179,36 @@ def test_overwrite_replaces_a_run_of_another_configuration_once(workdir):
     assert toy.steps_in(workdir) == [4, 6]
 
 
+def test_the_command_that_starts_over_does_so_once(workdir, caplog):
+    """Given again after a crash it continues; given again at the end it deletes nothing."""
+    config = toy.config(workdir, overwrite=True, resume="never")
+    start, *_ = toy.run(config, stop_at=6)
+    assert start.step == 0
+    assert toy.steps_in(workdir) == [4]
+    start, *_ = toy.run(config, stop_at=9)
+    assert start.step == 4
+    assert "began with --resume=never --checkpoint.overwrite and continues from step 4" in (
+        caplog.text
+    )
+    toy.run(config)
+    before = toy.snapshot(workdir)
+    start, _, losses = toy.run(config)
+    assert (start.step, losses) == (10, [])
+    assert toy.snapshot(workdir) == before
+    assert "is complete: nothing is deleted, it ended at step 10; to start over once more, " in (
+        caplog.text
+    )
+    # Another run is another matter.
+    assert begin(config.replace(seed=5)).step == 0
+    assert toy.steps_in(workdir) == []
+
+
+def test_the_command_that_starts_over_may_have_found_nothing_to_delete(tmp_path):
+    config = toy.config(tmp_path, overwrite=True, resume="never")
+    toy.run(config, stop_at=6)
+    assert begin(config).step == 4
+
+
 def test_must_is_not_talked_into_deleting(workdir):
     with pytest.raises(ConfigError, match="seed: 0 -> 5"):
         begin(toy.config(workdir, resume="must", seed=5, overwrite=True))
@@ -292,6 +322,39 @@ def test_an_unreadable_step_is_set_aside_when_an_older_one_serves(workdir, strai
     assert toy.steps_in(workdir) == [4, 8, 10]
 
 
+@pytest.mark.parametrize("name", ["", "host/metadata", "state/manifest.ocdbt"])
+def test_damage_that_no_size_shows_falls_back(workdir, straight, name, caplog):
+    """Bytes of the arrays ("": the largest file), the record, the index: zeros of the same size."""
+    step = workdir / "checkpoints" / "10"
+    path = step / name if name else toy.largest_file(step / "state")
+    path.write_bytes(bytes(path.stat().st_size))
+    start, state, _ = toy.run(toy.config(workdir))
+    assert start.step == 8
+    toy.assert_bit_equal(state, straight[0])
+    (warning,) = [line for line in warnings_in(caplog) if "cannot be read" in line]
+    assert f"step 10 in {workdir / 'checkpoints'} cannot be read: file {name}" in warning
+    assert "its bytes are not those that were written" in warning
+    assert (workdir / "checkpoints" / "10.broken").is_dir()
+
+
+def test_records_that_cannot_be_read_anywhere_do_not_hide_that(workdir):
+    for step in (4, 8, 10):
+        path = workdir / "checkpoints" / str(step) / "host" / "metadata"
+        path.write_bytes(bytes(path.stat().st_size))
+    for options in ({}, {"restore_from": "elsewhere"}, {"resume": "must", "overwrite": True}):
+        with pytest.raises(CheckpointError, match="can be read; damaged: 4, 8, 10"):
+            begin(toy.config(workdir, **options))
+    assert begin(toy.config(workdir, overwrite=True)).step == 0
+
+
+def test_a_checkpoint_of_the_first_release_has_no_checksums_and_is_continued(workdir):
+    path = workdir / "checkpoints" / "10" / files.MANIFEST
+    content = json.loads(path.read_text())
+    del content["crc32"], content["own_crc32"]
+    path.write_text(json.dumps(content))
+    assert begin(toy.config(workdir)).step == 10
+
+
 def test_damage_everywhere_is_an_error_every_time_never_a_fresh_start(workdir):
     for step in (4, 8, 10):
         spoil(workdir / "checkpoints" / str(step))
@@ -391,6 +454,13 @@ def test_going_back_needs_overwrite_and_happens_once(workdir, straight, caplog):
     start, *_ = toy.run(config)
     assert start.step == 8
     assert toy.steps_in(workdir) == [4, 8, 10]
+
+
+def test_going_back_happens_once_also_if_the_first_start_saved_nothing(workdir):
+    config = toy.config(workdir, restore_step=4, overwrite=True)
+    assert begin(config).step == 4
+    assert toy.run(config, stop_at=9)[0].step == 4
+    assert begin(config).step == 8
 
 
 # C7
