@@ -84,9 +84,7 @@ class NonFiniteGuard:
             "go on with --nonfinite=skip:N, which leaves out up to N such steps in a row."
         )
 
-    def refuse_evaluation(
-        self, step: int, means: Mapping[str, float]
-    ) -> NonFiniteError | None:
+    def refuse_evaluation(self, step: int, means: Mapping[str, float]) -> NonFiniteError | None:
         """Takes note of an evaluation: of a finite state, so there is nothing to leave out.
 
         Args:
