@@ -32,6 +32,11 @@ def count(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
+def several(number: int, noun: str) -> str:
+    """A number of things: 1 file, 2 files, 1,024 files."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def nbytes(value: float | None) -> str:
     """A size in bytes with binary units: 512 B, 1.50 KiB, 12.3 GiB."""
     if value is None or not math.isfinite(value):

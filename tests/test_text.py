@@ -69,7 +69,7 @@ def test_d1_json_lines(tmp_path):
     documents, reader = read(tmp_path / "d.jsonl")
     assert documents == [b"a", b"b", b"c", b"z"]
     assert reader.counts.empty_documents == 1
-    assert reader.counts.notes() == ["1 documents without text"]
+    assert reader.counts.notes() == ["1 document without text"]
     reader.raise_problems()
 
 
@@ -84,7 +84,7 @@ def test_d1_bad_byte_in_json_lines(tmp_path):
     documents, reader = read(tmp_path / "d.jsonl", replace=True)
     assert documents == [b"a", b"b", "\N{REPLACEMENT CHARACTER}".encode(), b"z"]
     assert reader.counts.replaced_bytes == 1
-    assert "1 bad bytes replaced" in reader.counts.notes()
+    assert "1 bad byte replaced" in reader.counts.notes()
     reader.raise_problems()
 
 
@@ -95,7 +95,7 @@ def test_d1_a_line_that_is_only_a_bad_byte_is_dropped_and_counted(tmp_path):
     documents, reader = read(tmp_path / "d.jsonl", replace=True)
     assert documents == [b"a", b"b"]
     assert (reader.counts.replaced_bytes, reader.counts.dropped_records) == (1, 1)
-    assert "1 broken records dropped" in reader.counts.notes()
+    assert "1 broken record dropped" in reader.counts.notes()
 
 
 def test_d1_plain_text(tmp_path):
@@ -109,6 +109,13 @@ def test_d1_plain_text(tmp_path):
     assert reader.counts.replaced_bytes == 2
 
 
+def test_the_field_of_json_lines_says_nothing_to_a_plain_file(tmp_path):
+    write(tmp_path, {"a.txt": "some text, long enough"})
+    message = r"json_field=body is read from \.jsonl files only, and data\.source=.* has none"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, json_field="body")
+
+
 def test_d1_a_file_of_no_bytes_is_skipped_with_a_warning(tmp_path, caplog):
     write(tmp_path, {"a.txt": "some text, long enough", "b.txt": b"", "c.txt": b"\xef\xbb\xbf"})
     train, _, info = load(tmp_path, sequence_length=4)
@@ -117,7 +124,7 @@ def test_d1_a_file_of_no_bytes_is_skipped_with_a_warning(tmp_path, caplog):
     assert stream_of(train).startswith(b"\xffsome text")
     warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "1 empty files skipped (b.txt)" in warnings[0]
+    assert "1 empty file skipped (b.txt)" in warnings[0]
 
 
 @pytest.mark.parametrize("contents", [b"", b"\xef\xbb\xbf"])
@@ -196,7 +203,7 @@ def test_binary_files_are_skipped_in_a_folder_and_an_error_alone(tmp_path, caplo
     write(tmp_path, {"picture.png": b"\x89PNG\0\0", "a.txt": "plain text " * 3})
     _, _, info = load(tmp_path, sequence_length=4)
     assert info.counts.binary_files == ["picture.png"]
-    assert "1 binary files skipped (picture.png)" in caplog.text
+    assert "1 binary file skipped (picture.png)" in caplog.text
     write(tmp_path, {"wide.txt": "text".encode("utf-16")})
     with pytest.raises(DataError, match=r"wide.txt holds NUL bytes: .*iconv -f utf-16 -t utf-8"):
         load(tmp_path / "wide.txt")

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 
 from jaxtrain.errors import DataError
+from jaxtrain.units import several
 
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
@@ -57,11 +58,15 @@ class Counts:
         """One phrase for each thing worth a warning."""
         empty, binary = _name_some(self.empty_files), _name_some(self.binary_files)
         return [
-            *([f"{len(self.empty_files)} empty files skipped ({empty})"] * bool(empty)),
-            *([f"{len(self.binary_files)} binary files skipped ({binary})"] * bool(binary)),
-            *([f"{self.empty_documents} documents without text"] * bool(self.empty_documents)),
-            *([f"{self.replaced_bytes} bad bytes replaced"] * bool(self.replaced_bytes)),
-            *([f"{self.dropped_records} broken records dropped"] * bool(self.dropped_records)),
+            f"{several(number, noun)} {what}"
+            for number, noun, what in (
+                (len(self.empty_files), "empty file", f"skipped ({empty})"),
+                (len(self.binary_files), "binary file", f"skipped ({binary})"),
+                (self.empty_documents, "document", "without text"),
+                (self.replaced_bytes, "bad byte", "replaced"),
+                (self.dropped_records, "broken record", "dropped"),
+            )
+            if number
         ]
 
 

@@ -36,7 +36,7 @@ from jaxtrain.config import Config, field
 from jaxtrain.data.files import Counts, Reader, TextFile, find_files
 from jaxtrain.data.windows import TextDataset
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.units import nbytes
+from jaxtrain.units import nbytes, several
 
 SEPARATOR = 255
 VOCAB_SIZE = 256
@@ -92,15 +92,15 @@ class TextInfo:
     def summary(self) -> str:
         """One line for the log."""
         held_out = {
-            "files": f"{self.eval_files} files held out",
+            "files": f"{several(self.eval_files, 'file')} held out",
             "ends": "the ends of the files held out",
             "none": "nothing held out",
         }[self.split]
         notes = "".join(f"; {note}" for note in self.counts.notes())
         return (
-            f"text from {self.source}: {self.counts.files} files, {self.counts.documents}"
-            f" documents; {self.train_tokens:,} training and {self.eval_tokens:,} validation tokens"
-            f" ({held_out}){notes}"
+            f"text from {self.source}: {several(self.counts.files, 'file')},"
+            f" {several(self.counts.documents, 'document')}; {self.train_tokens:,} training and"
+            f" {self.eval_tokens:,} validation tokens ({held_out}){notes}"
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -145,6 +145,7 @@ def text_datasets(config: TextDataConfig) -> tuple[TextDataset, TextDataset | No
 
     Raises:
         DataError: for a source without text, bytes that are not UTF-8, or too little text.
+        ConfigError: for an option that nothing in the source would read.
     """
     # Read here, whether or not this source needs them: the run records which options are read.
     length, fraction, shuffle = config.sequence_length, config.validation_fraction, config.shuffle
@@ -153,7 +154,13 @@ def text_datasets(config: TextDataConfig) -> tuple[TextDataset, TextDataset | No
     skip_binary = not os.path.isfile(config.source)
     reader = Reader(replace=replace, json_field=json_field, skip_binary=skip_binary)
     try:
-        texts = _read_all(find_files(config.source), reader, config.source)
+        files = find_files(config.source)
+        if json_field != TextDataConfig.json_field and not any(f.is_json_lines for f in files):
+            raise ConfigError(
+                f"data.json_field={json_field} is read from .jsonl files only, and"
+                f" data.source={config.source} has none; leave it out"
+            )
+        texts = _read_all(files, reader, config.source)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
     reader.raise_problems()
