@@ -64,8 +64,13 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def resolve_mesh(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+def resolve_mesh(sizes: Mapping[str, int], num_devices: int, platform: str = "") -> dict[str, int]:
     """Fills in a -1 and the axes that are not named.
+
+    Args:
+        sizes: by axis name, as `parse_mesh` makes them.
+        num_devices: to be used, all of them.
+        platform: of the devices, for the message.
 
     Returns:
         A size for every axis of `AXES`, in that order, whose product is `num_devices`.
@@ -85,10 +90,13 @@ def resolve_mesh(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
             )
         return {a: num_devices // fixed if n == -1 else n for a, n in resolved.items()}
     if fixed != num_devices:
+        is_simulable = platform == "cpu" and fixed > num_devices
+        simulate = f", or simulate {fixed} with --num_cpu_devices={fixed}" * is_simulable
         raise ConfigError(
-            f"mesh={given} needs {fixed} devices (the product of its sizes) but there are"
-            f" {num_devices}; make the product {num_devices}, or let one axis be -1"
-            f" (axes: {_axis_list()}), or pass an explicit device list to make_mesh"
+            f"mesh={given} needs {fixed} devices (the product of its sizes) but there"
+            f" {'is' if num_devices == 1 else 'are'} {num_devices}; make the product"
+            f" {num_devices}, or let one axis be -1 (axes: {_axis_list()}){simulate}, or pass an"
+            f" explicit device list to make_mesh"
         )
     return resolved
 
@@ -119,7 +127,7 @@ def make_mesh(
         raise ConfigError("a mesh needs at least one device, the device list given is empty")
     try:
         requested = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
-        sizes = resolve_mesh(requested, len(devices))
+        sizes = resolve_mesh(requested, len(devices), devices[0].platform)
     except ConfigError as error:
         raise ConfigError(f"{error} [{_count(len(devices), devices[0].platform)}]") from None
     if devices_per_node is None:

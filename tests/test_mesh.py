@@ -61,7 +61,7 @@ def test_the_default_is_fsdp_over_all_devices():
         ("data:3,tensor:2", ["needs 6 devices", "there are 8"]),
         ("data:-1,tensor:3", ["8 devices are not divisible", "product 3"]),
         ("data:-1,fsdp:-1", ["data and fsdp", "only one axis may be -1"]),
-        ("data:8,tensor:2", ["needs 16 devices", "there are 8"]),
+        ("data:8,tensor:2", ["needs 16 devices", "there are 8", "with --num_cpu_devices=16"]),
         ("data:0", ["'data' has the size 0"]),
         ("data:-2", ["'data' has the size -2"]),
         ("data:4,dta:2", ["unknown mesh axis 'dta'", "data, fsdp, tensor", "'data'?"]),
