@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, Self
 
 from jaxtrain.errors import ConfigError
-from jaxtrain.values import Meta, check, coerce, join_problems, show
+from jaxtrain.values import Meta, check, coerce, join_problems, show, show_given
 
 _KEY = "jaxtrain"
 
@@ -107,6 +107,7 @@ class Config:
         problems = []
         values = vars(self)
         for f in dataclasses.fields(self):
+            _require_declared(type(self), f)
             value, hint, meta = values[f.name], _hints(type(self))[f.name], meta_of(f)
             if isinstance(hint, type) and issubclass(hint, Config):
                 if not isinstance(value, hint):
@@ -116,7 +117,7 @@ class Config:
                 value = coerce(hint, value)
                 check(meta, value)
             except ValueError as error:
-                problems.append(f"{f.name}={show(value)} {error}")
+                problems.append(f"{f.name}={show_given(hint, value)} {error}")
             # The only write to a frozen instance: 1 becomes 1.0 in a float field.
             object.__setattr__(self, f.name, value)
         problems = problems or unused(self)
@@ -150,11 +151,28 @@ def _default_of(cls: type[Config]) -> Config:
 
 
 def meta_of(f: "dataclasses.Field[Any]") -> Meta:
-    """The metadata of a field declared with `field`."""
-    try:
-        return f.metadata[_KEY]
-    except KeyError:
-        raise TypeError(f"field {f.name!r} of a Config must be declared with field(...)") from None
+    """The metadata of a field; every instance has checked that its fields have some."""
+    return f.metadata[_KEY]
+
+
+def _require_declared(cls: type[Config], f: "dataclasses.Field[Any]") -> None:
+    """Refuses a field without metadata; one of a base class can be declared again with `override`.
+
+    Raises:
+        ConfigError: with the line to write.
+    """
+    if _KEY in f.metadata:
+        return
+    default = "..." if f.default is dataclasses.MISSING else repr(f.default)
+    line = f"jaxtrain.field({default}, help=...)"
+    for base in cls.__mro__[1:]:
+        declared = getattr(base, "__dataclass_fields__", {}).get(f.name)
+        if declared is not None and _KEY in declared.metadata:
+            line = f"jaxtrain.config.override({base.__name__}, {f.name!r}, {default})"
+            break
+    raise ConfigError(
+        f"field {f.name!r} of {cls.__name__} has no declaration; write {f.name} = {line}."
+    )
 
 
 def unused(config: Config) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from jaxtrain import flags
 from jaxtrain.config import Config, RunConfig, record_reads, summary
-from jaxtrain.errors import ExitCode, JaxtrainError
+from jaxtrain.errors import ConfigError, ExitCode, JaxtrainError
 from jaxtrain.host import restart_with_huge_pages
 from jaxtrain.preemption import leaving
 from jaxtrain.progress import setup_logging
@@ -84,7 +84,7 @@ def main[R: RunConfig](
             _logger.info("huge pages: %s", restart_with_huge_pages())
         is_training = not (config.plan or config.audit or config.evaluate)
         with leaving() if is_training else contextlib.nullcontext():
-            return _run(config, build)
+            return _run(config, functools.partial(_experiment, build))
 
     _main(config_class, run, presets, argv)
 
@@ -105,6 +105,18 @@ def run_tool[C: Config](
         return ExitCode.OK
 
     _main(config_class, run_and_succeed, None, argv)
+
+
+def _experiment[R: RunConfig](build: Callable[[R], Experiment], config: R) -> Experiment:
+    """What `build` makes; refused if it is nothing that `fit` could train."""
+    experiment = build(config)
+    if not isinstance(experiment, Experiment):
+        name = getattr(build, "__name__", type(build).__name__)
+        raise ConfigError(
+            f"{name}(config) must return a jaxtrain.main.Experiment; it returned "
+            f"{'None' if experiment is None else type(experiment).__name__}."
+        )
+    return experiment
 
 
 def _main[C: Config](
@@ -173,7 +185,7 @@ def _run_joined[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> Ex
     configure_backend(config)
     # `fit` makes the mesh; a wrong one is refused here, before `build` reads data.
     if config.mesh != AUTO:
-        resolve_mesh(parse_mesh(config.mesh), jax.device_count())
+        resolve_mesh(parse_mesh(config.mesh), jax.device_count(), jax.default_backend())
     for line in summary(config).splitlines():
         _logger.info(line)
     with together():

@@ -14,7 +14,14 @@ from typing import Any
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.fields import Config, leaves, sections
-from jaxtrain.values import check, coerce, did_you_mean, join_problems, show
+from jaxtrain.values import (
+    check,
+    coerce,
+    did_you_mean,
+    join_problems,
+    show_filled,
+    show_given,
+)
 
 _PACKAGES = (
     *("jaxtrain", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
@@ -93,12 +100,12 @@ def layer(config: Config, mapping: Mapping[str, Any], problems: list[str]) -> di
                 values[path] = coerce(leaf.type, raw)
                 check(leaf.meta, values[path])
             except ValueError as error:
-                problems.append(f"{given} {error}")
+                problems.append(f"{path}={_brief(raw, leaf.type)} {error}")
     return values
 
 
-def _brief(value: Any) -> str:
-    text = show(value)
+def _brief(value: Any, hint: Any = str) -> str:
+    text = show_given(hint, value)
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
@@ -227,7 +234,7 @@ class Difference:
     new: Any
 
     def __str__(self) -> str:
-        return f"{self.path}: {show(self.old)} -> {show(self.new)}"
+        return f"{self.path}: {show_filled(self.old)} -> {show_filled(self.new)}"
 
 
 def resume_differences(
@@ -265,11 +272,11 @@ def summary(config: Config, *, width: int = 100) -> str:
     defaults = changed(config)
     shown, others = [], []
     for leaf in leaves(config):
-        text = f"{leaf.path}={show(leaf.value) or chr(39) * 2}"
+        text = f"{leaf.path}={show_filled(leaf.value)}"
         if leaf.path in _ESSENTIALS:
             shown.append(text)
         elif leaf.path in defaults:
-            others.append(f"{text} ({show(leaf.default) or chr(39) * 2})")
+            others.append(f"{text} ({show_filled(leaf.default)})")
     lines = []
     for title, parts in (("config", shown), ("changed", others)):
         if parts:

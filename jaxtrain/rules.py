@@ -55,6 +55,13 @@ class ShardingRules:
                     f"path rule {pattern!r} is not a regular expression: {error}"
                 ) from None
 
+    def __repr__(self) -> str:
+        """Short for the default, which stands in the signature of `fit` and others."""
+        if self == DEFAULT_RULES:
+            return "DEFAULT_RULES"
+        tables = f"storage={dict(self.storage)!r}, compute={dict(self.compute)!r}"
+        return f"ShardingRules({tables}, paths={self.paths!r})"
+
 
 def partition_spec(
     logical_axes: Sequence[str | None], table: Mapping[str, MeshAxes], mesh: Mesh

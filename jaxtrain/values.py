@@ -43,6 +43,16 @@ def show(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
+def show_filled(value: Any) -> str:
+    """`show` for a place where an empty text would not be seen."""
+    return show(value) or "''"
+
+
+def show_given(hint: Any, value: Any) -> str:
+    """`show` of a value from Python or JSON: in quotes if it is text where none is wanted."""
+    return repr(value) if isinstance(value, str) and hint is not str else show(value)
+
+
 def coerce(hint: Any, value: Any) -> Any:
     """`value` as the type `hint`, if that loses nothing; else ValueError with the rule."""
     item = _item_type(hint)

@@ -89,6 +89,7 @@ def test_every_field_is_read_somewhere_in_the_package():
     [
         (lambda: RunConfig(num_steps=-5), "num_steps=-5 must be at least 1 (steps)"),
         (lambda: RunConfig(num_steps=2**31), "num_steps=2147483648 must be at most 2147483647"),
+        (lambda: RunConfig(num_steps="20"), "num_steps='20' must be a whole number"),
         (lambda: RunConfig(num_steps=1.5), "num_steps=1.5 must be a whole number"),
         (lambda: RunConfig(num_steps=True), "num_steps=true must be a whole number"),
         (lambda: RunConfig(num_steps=float("inf")), "num_steps=inf must be a whole number"),
@@ -166,8 +167,16 @@ def test_a_field_needs_a_default_and_a_declaration():
     class Bare(Config):
         size: int = 3
 
-    with pytest.raises(TypeError, match=r"'size' of a Config must be declared with field"):
+    with pytest.raises(ConfigError, match=r"of Bare .*; write size = jaxtrain\.field\(3, help="):
         Bare()
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Plain(RunConfig):
+        num_steps: int = 20
+
+    line = r"write num_steps = jaxtrain\.config\.override\(RunConfig, 'num_steps', 20\)\."
+    with pytest.raises(ConfigError, match=line):
+        Plain()
 
 
 def test_max_skipped():
@@ -214,7 +223,7 @@ def test_from_dict_lists_every_problem():
     assert str(caught.value).splitlines() == [
         "the file: 9 problems:",
         "  learing_rate=1 is not a field; did you mean optimizer.learning_rate?",
-        "  num_steps=ten must be a whole number",
+        "  num_steps='ten' must be a whole number",
         "  seed=None must be a whole number",
         "  model.num_layer=3 is not a field; did you mean model.num_layers?",
         "  model.dropout=1.5 must be less than 1",
@@ -349,6 +358,10 @@ def test_a_section_on_its_own_is_recorded_by_class():
 
 
 # For the eye
+
+
+def test_an_empty_text_is_seen_in_a_difference():
+    assert str(Difference("bug", "", "extra")) == "bug: '' -> extra"
 
 
 def test_summary_shows_the_essentials_and_the_changes():

@@ -134,8 +134,8 @@ def test_bad_command_lines(words, message):
     ("text", "message"),
     [
         ('{"learing_rate": 1}', "learing_rate=1 is not a field; did you mean optimizer.learning_"),
-        ('{"num_steps": "ten"}', "num_steps=ten must be a whole number"),
-        ('{"num_steps": "10"}', "num_steps=10 must be a whole number"),
+        ('{"num_steps": "ten"}', "num_steps='ten' must be a whole number"),
+        ('{"num_steps": "10"}', "num_steps='10' must be a whole number"),
         ('{"num_steps": true}', "num_steps=true must be a whole number"),
         ('{"num_steps": null}', "num_steps=None must be a whole number"),
         ('{"optimizer": {"learning_rate": NaN}}', "optimizer.learning_rate=nan must be a finite"),

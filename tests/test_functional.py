@@ -232,6 +232,14 @@ def test_other_variables_are_refused_with_all_paths():
     assert "nnx.BatchStat" in str(error.value)
 
 
+def test_a_module_that_is_made_already_and_what_is_none():
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"got a Linear .*functional\(lambda rngs: Linear\("):
+        functional(module)
+    with pytest.raises(ConfigError, match=r"returns an nnx\.Module, this one returns None"):
+        functional(lambda rngs: None)
+
+
 def test_writes_to_parameters_and_new_variables_are_refused():
     class Writer(nnx.Module):
         def __init__(self, rngs):

@@ -247,6 +247,13 @@ def test_our_errors_are_one_line_and_their_code(calls, capsys, error, code):
     )
 
 
+@pytest.mark.parametrize(("made", "said"), [(None, "None"), (3, "int")])
+def test_what_is_no_experiment(calls, capsys, made, said):
+    assert run_main(lambda config: made) == 2
+    message = f"error: <lambda>(config) must return a jaxtrain.main.Experiment; it returned {said}."
+    assert capsys.readouterr().err.splitlines()[-1] == message
+
+
 def test_an_interrupt_before_the_loop_ends_with_130(calls, capsys):
     def build(config):
         raise KeyboardInterrupt

@@ -5,6 +5,7 @@ Shapes: B rows, D embed, F mlp, L layers.
 
 import dataclasses
 import functools
+import inspect
 import pathlib
 import re
 
@@ -22,6 +23,7 @@ from jaxtrain.backend import captured_stderr
 from jaxtrain.errors import ConfigError
 from jaxtrain.gradients import make_grad_fn
 from jaxtrain.layout_audit import audit
+from jaxtrain.loop import fit
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.functional import functional
 from jaxtrain.models.transformer import PRESETS, TransformerConfig, transformer
@@ -98,6 +100,12 @@ def test_a_logical_axis_without_a_rule_is_refused():
 def test_one_mesh_axis_twice_in_an_array_is_refused_on_every_mesh(mesh):
     with pytest.raises(ConfigError, match=r"'tensor' twice .*\('heads', 'mlp'\)"):
         partition_spec(("heads", "mlp"), DEFAULT_RULES.storage, mesh_of(mesh))
+
+
+def test_the_default_rules_are_short_in_a_signature():
+    assert "rules: jaxtrain.rules.ShardingRules = DEFAULT_RULES," in str(inspect.signature(fit))
+    other = ShardingRules(storage={"a": "fsdp"}, compute={})
+    assert eval(repr(other)) == other
 
 
 def test_rules_that_cannot_be_right_are_refused():

@@ -148,9 +148,20 @@ def functional(
                 setattr(layer, "dtype", dtype)  # noqa: B010
         return module
 
+    if isinstance(build, nnx.Module):
+        name = type(build).__name__
+        raise ConfigError(
+            f"functional() takes what makes a module, got a {name} that is made already; give "
+            f"jaxtrain.functional(lambda rngs: {name}(..., rngs=rngs))."
+        )
     # Not eager: annotations are names of logical axes for the sharding module, no mesh exists yet.
     with nnx.use_eager_sharding(False):
         skeleton = nnx.eval_shape(lambda: build_module(nnx.Rngs(0)))
+    if not isinstance(skeleton, nnx.Module):
+        raise ConfigError(
+            f"functional() takes a function of rngs that returns an nnx.Module, this one returns "
+            f"{'None' if skeleton is None else type(skeleton).__name__}."
+        )
     graphdef, *states = nnx.split(skeleton, nnx.Param, nnx.BatchStat, nnx.RngState, ...)
     params_like, stats_like, rngs_like, rest = (nnx.to_pure_dict(state) for state in states)
     _refuse_others(rest, states[-1], "holds")
