@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from processes import Run
 
-LM, JOIN = "multiprocess/lm_run.py", "multiprocess/join_run.py"
+LM, JOIN, TOY = "multiprocess/lm_run.py", "multiprocess/join_run.py", "faults/toy_run.py"
 PYTHON = {"PYTHONWARNINGS": "error"}
 
 
@@ -32,7 +32,7 @@ def flags_of(num_processes, host="127.0.0.1"):
 
 
 @contextlib.contextmanager
-def started(workdir, *flags, num_processes, places=None, variables=None, script=LM, at=""):
+def started(workdir, *flags, num_processes, places=None, variables=None, script=LM):
     """The runs of a cluster; they are killed at the end of the block if they are still there.
 
     Args:
@@ -42,14 +42,13 @@ def started(workdir, *flags, num_processes, places=None, variables=None, script=
         places: for each the flags that only it gets; None: those that tell it its place.
         variables: for each the variables of the environment that only it gets.
         script: what they run.
-        at: what is to happen; see the script.
     """
     places = flags_of(num_processes) if places is None else places
     variables = [{}] * num_processes if variables is None else variables
     with contextlib.ExitStack() as stack:
         runs = []
         for mine, environ in zip(places, variables, strict=True):
-            run = Run(workdir, *flags, *mine, at=at, script=script, variables={**PYTHON, **environ})
+            run = Run(workdir, *flags, *mine, script=script, variables={**PYTHON, **environ})
             stack.callback(run.close)
             runs.append(run)
         yield runs
@@ -80,3 +79,26 @@ def samples(workdir):
         position: np.array([batch[row] for row in range(len(batch))])
         for position, batch in sorted(batches.items())
     }
+
+
+def note_samples(workdir):
+    """Lets this process note the samples of every training batch that it makes."""
+    import jax
+
+    from jaxtrain.data import load
+
+    make = load._TrainingBatches.__call__
+    path = Path(workdir, f"samples-{jax.process_index()}.jsonl")
+
+    def noting(self, number):
+        batch = make(self, number)
+        record = {
+            "position": batch.position,
+            "rows": self._rows_R.tolist(),
+            "samples": self._samples[number % self._block].tolist(),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        return batch
+
+    load._TrainingBatches.__call__ = noting

@@ -9,6 +9,8 @@ PASS-th time in this process, it is printed ("at commit_started 2, 10") and
     ask    the thread goes on when a line comes on standard input
     hang   the thread does not come back from C code, like a compiler that takes an hour
     fail   the disk is full
+
+With TOY_SAMPLES every process notes which samples it read for which batch (`clusters.samples`).
 """
 
 import ctypes
@@ -68,6 +70,10 @@ def begin(config: RunConfig) -> Moments:
     moments = Moments(os.environ.get("TOY_AT", ""))
     moments("build", Path(config.workdir).name)
     _install(moments)
+    if os.environ.get("TOY_SAMPLES"):
+        import clusters
+
+        clusters.note_samples(config.workdir)
     return moments
 
 
@@ -75,8 +81,12 @@ def watched(experiment: Experiment, config: RunConfig, moments: Moments) -> Expe
     """The experiment with the moment `step`, and with its last parameters kept in a file."""
 
     def keep(result):
+        import jax
+
         from jaxtrain.tree import named_leaves
 
+        if jax.process_index():
+            return
         arrays = dict(named_leaves({"params": result.state.params, "ema": result.state.ema_params}))
         np.savez(Path(config.workdir, "final.npz"), step=result.step, **arrays)
 
@@ -96,6 +106,7 @@ def _install(moments: Moments) -> None:
         setattr(checkpoint, f"_{name}", lambda step, name=name: moments(name, step))
 
     compile_step, eval_batches = program.compile_step, loop.eval_batches
+    read = checkpoint._read
     write, replace = metrics.JsonlWriter.write, os.replace
 
     def compiling(fn, args, **options):
@@ -103,6 +114,13 @@ def _install(moments: Moments) -> None:
         compiled = compile_step(fn, args, **options)
         moments("compiled", fn.__name__)
         return compiled
+
+    def reading(*args):
+        try:
+            moments("restore_read")
+        except OSError as error:
+            raise checkpoint.files.BrokenCheckpointError(f"cannot be read: {error}") from error
+        return read(*args)
 
     def evaluating(*args, **kwargs):
         for item in eval_batches(*args, **kwargs):
@@ -127,6 +145,7 @@ def _install(moments: Moments) -> None:
             moments(f"{name}_done", Path(target).name)
 
     program.compile_step, loop.eval_batches = compiling, evaluating
+    checkpoint._read = reading
     metrics.JsonlWriter.write, os.replace = writing, replacing
 
 

@@ -36,6 +36,10 @@ def failed(code, words, num_processes=2, **options):
     return outputs
 
 
+def at(moment):
+    return [{"TOY_AT": moment}]
+
+
 def test_a3_two_processes_meet_by_flags_and_again_after_it():
     found, outputs = joined()
     assert "process 0 of 2, coordinator 127.0.0.1:" in outputs[0]
@@ -88,14 +92,14 @@ def test_a_port_in_use_is_said():
 
 def test_a4_too_late():
     words = ["joined too late", "move the first use (jax.devices()"]
-    failed(ExitCode.CONFIG, words, num_processes=1, places=flags_of(2)[:1], at="late")
+    failed(ExitCode.CONFIG, words, num_processes=1, places=flags_of(2)[:1], variables=at("late"))
 
 
 def test_a4_twice_is_a_line_and_otherwise_an_error():
-    _, outputs = joined(at="twice")
+    _, outputs = joined(variables=at("twice") * 2)
     assert "the processes are joined already; nothing to do" in outputs[0]
     words = ["joined already", "num_processes=3 instead of 2"]
-    codes, outputs = finished("", num_processes=2, script=JOIN, at="otherwise")
+    codes, outputs = finished("", num_processes=2, script=JOIN, variables=at("otherwise") * 2)
     assert codes == [ExitCode.CONFIG] * 2
     assert all(word in output for word in words for output in outputs)
 
