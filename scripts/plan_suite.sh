@@ -59,6 +59,7 @@ def run(name):
     result = {
         "code": os.waitstatus_to_exitcode(status),
         "seconds": time.monotonic() - begin,
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
         "max_rss_bytes": usage.ru_maxrss * 1024,
         "load": os.getloadavg()[1],
         "flags": words,
@@ -92,7 +93,8 @@ def row(name):
     else:
         cells += ["failed", *[""] * 6]
     spent = f"{result['seconds']:.0f} s" + " (too long)" * (result["seconds"] > limit)
-    cells += [spent, f"{result['load']:.0f}", units.nbytes(result["max_rss_bytes"])]
+    cpu = f"{result['cpu_seconds']:.0f} s" if "cpu_seconds" in result else ""
+    cells += [spent, cpu, f"{result['load']:.0f}", units.nbytes(result["max_rss_bytes"])]
     cells += [result["commit"], result["date"]]
     return "| " + " | ".join(cells) + " |", is_good
 
@@ -125,8 +127,8 @@ lines = [
     "with besides: above its number of cores a plan waits for other work.",
     "",
     "| name | model | target | batch | asked for | outcome | chosen | memory per device | step | of"
-    " peak | fewest hosts | compiled | planned in | load | resident | commit | date |",
-    "|" + "---|" * 17,
+    " peak | fewest hosts | compiled | planned in | of it CPU | load | resident | commit | date |",
+    "|" + "---|" * 18,
     *(line for line, _ in rows.values()),
     "",
     "## Why",

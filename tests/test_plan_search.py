@@ -1,6 +1,7 @@
 """`--mesh=auto`: the estimates, what is compiled because of them, the ranking, and its reasons."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -14,10 +15,10 @@ from jaxtrain.losses import lm_loss
 from jaxtrain.main import Experiment
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.plan import commands, cost, search, work
-from jaxtrain.plan.analytic import Analysis, Candidate, meshes, micro_batches
+from jaxtrain.plan.analytic import Analysis, Candidate, is_nested, meshes, micro_batches
 from jaxtrain.plan.planner import Planner
 from jaxtrain.plan.targets import parse_target
-from jaxtrain.plan.traced import trace_step
+from jaxtrain.plan.traced import row_flops
 
 LENGTH = 64
 MODEL = TransformerConfig(
@@ -42,6 +43,13 @@ def analysis():
     return Analysis(Planner(build, config()), config())
 
 
+@functools.cache
+def a_plan():
+    """A real plan, from which the fake ones are made."""
+    run = config(mesh="fsdp:8", remat="full")
+    return Planner(build, run, parse_target("cpu:8")).plan(run)
+
+
 class FakePlanner(Planner):
     """Plans for GPUs without compiling: as much memory and time as `needs` says."""
 
@@ -51,7 +59,6 @@ class FakePlanner(Planner):
         super().__init__(build, run)
         self.target = parse_target(target)
         self.needs, self.planned = needs, []
-        self._plan = super().plan
 
     def on(self, target):
         other = FakePlanner.__new__(FakePlanner)
@@ -88,15 +95,6 @@ def _trace_once(monkeypatch, analysis):
     monkeypatch.setattr(search, "Analysis", lambda *_: analysis)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_real_plan():
-    """One compilation, of the smallest kind; the fake plans are made of it."""
-    run = config(mesh="fsdp:8", remat="full")
-    plan = Planner(build, run, parse_target("cpu:8")).plan(run)
-    global a_plan
-    a_plan = lambda: plan  # noqa: E731
-
-
 def small_devices(monkeypatch, num_bytes):
     """H100s with so little memory."""
     monkeypatch.setattr(Analysis, "device_bytes", lambda *_: num_bytes)
@@ -117,12 +115,21 @@ def test_meshes_are_all_factorings():
 
 
 def test_candidates_are_those_that_batch_and_model_allow(analysis):
-    found = {tuple(size for _, size in c.mesh) for c in analysis.candidates(8, ("full",))}
+    target = parse_target("h100:1x8")
+    found = {tuple(size for _, size in c.mesh) for c in analysis.candidates(target, ("full",))}
     # Two kv_heads split over two devices at most; 8 rows over at most 8.
     assert found == {(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2)}
-    steps = {c.accumulate_steps for c in analysis.candidates(8, ("full",)) if c.sizes["tensor"] > 1}
+    steps = {
+        c.accumulate_steps for c in analysis.candidates(target, ("full",)) if c.sizes["tensor"] > 1
+    }
     assert steps == {1, 2}
-    assert not list(analysis.candidates(32, ("full",)))
+    assert not list(analysis.candidates(parse_target("h100:4x8"), ("full",)))
+
+
+def test_no_axis_leaves_the_hosts_while_an_outer_one_stays_inside():
+    assert is_nested({"data": 3, "fsdp": 8, "tensor": 1}, 8)
+    assert is_nested({"data": 1, "fsdp": 4, "tensor": 4}, 8)
+    assert not is_nested({"data": 1, "fsdp": 8, "tensor": 3}, 8)
 
 
 def test_state_is_that_of_the_layout(analysis):
@@ -146,16 +153,14 @@ def test_operations_of_a_traced_row_are_those_of_the_compiled_step(analysis):
         loss_fn=lm_loss(transformer(model, remat="full")),
     )
     planner._experiments = {"full": experiment}
-    program, batch, mesh = planner.program(run)
-    rows = [row for row in program.layout.rows if row.group == "params"]
-    traced = trace_step(experiment, program.abstract, rows, mesh)
+    program, _, mesh = planner.program(run)
+    flops = row_flops(experiment, program.abstract, mesh)
     counted = planner.plan(run).flops_per_device
-    assert 4 * sum(traced.flops.values()) == pytest.approx(counted, rel=0.02)
-    del batch
+    assert 4 * sum(flops.values()) == pytest.approx(counted, rel=0.02)
 
 
 def test_full_remat_keeps_the_input_of_each_layer(analysis):
-    full, none = analysis.traced("full", False), analysis.traced("none", False)
+    full, none = analysis.residuals("full", False), analysis.residuals("none", False)
     stream = MODEL.num_layers * LENGTH * MODEL.embed_dim * 4
     # And what the last norm keeps, and the loss.
     assert stream <= full.whole_bytes <= stream + 6 * LENGTH * MODEL.embed_dim * 4
@@ -163,7 +168,7 @@ def test_full_remat_keeps_the_input_of_each_layer(analysis):
     assert none.split_bytes >= 3 * MODEL.num_layers * LENGTH * MODEL.mlp_dim * 4
     assert none.kept(2) == none.whole_bytes + none.split_bytes / 2
     # Splitting a layer keeps its sum, once per layer.
-    split = analysis.traced("full", True)
+    split = analysis.residuals("full", True)
     assert split.kept(2) - full.kept(2) == pytest.approx(stream, rel=0.01)
 
 
@@ -177,7 +182,7 @@ def test_more_micro_batches_need_less_and_more_remat_computes_more(analysis):
     for remat in ("none", "dots", "full"):
         assert found[remat, 4].work_bytes < found[remat, 1].work_bytes
     assert found["none", 1].work_bytes > found["dots", 1].work_bytes > found["full", 1].work_bytes
-    flops = [sum(analysis.traced(r, False).flops.values()) for r in ("none", "dots", "full")]
+    flops = [sum(analysis.flops(r).values()) for r in ("none", "dots", "full")]
     assert flops[0] <= flops[1] < flops[2]
 
 

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxtrain import optim
 from jaxtrain.config import RunConfig
@@ -42,7 +42,7 @@ from jaxtrain.models.functional import as_model
 from jaxtrain.plan import cost, traffic
 from jaxtrain.plan.memory import available
 from jaxtrain.plan.targets import Target
-from jaxtrain.plan.traced import Traced, trace_step
+from jaxtrain.plan.traced import Residuals, residuals_of, row_flops
 from jaxtrain.plan.work import Flops, Kernel
 from jaxtrain.rules import as_axes
 from jaxtrain.state import abstract_state
@@ -134,15 +134,18 @@ class Analysis:
         # Of the bytes of a stored parameter, when it is gathered.
         self._share = 0.5 if config.precision == "bfloat16" else 1.0
         self.layout = functools.cache(self._layout)
-        self.traced = functools.cache(self._traced)
+        self.residuals = functools.cache(self._residuals)
+        self.flops = functools.cache(self._flops)
         whole = self.layout(tuple((axis, 1) for axis in AXES))
         self._params = [row for row in whole.rows if row.group == "params"] if whole else []
 
-    def candidates(self, num_devices: int, remats: Sequence[str]) -> Iterator[Candidate]:
-        """All that model, batch and rules allow."""
-        for mesh in meshes(num_devices):
+    def candidates(self, target: Target, remats: Sequence[str]) -> Iterator[Candidate]:
+        """All that model, batch, rules and hosts allow."""
+        for mesh in meshes(target.num_devices):
             rows = self._rows(dict(mesh))
             if rows != int(rows) or self.layout(mesh) is None:
+                continue
+            if not target.torus and not is_nested(dict(mesh), target.devices_per_host):
                 continue
             for remat, steps in itertools.product(remats, micro_batches(int(rows))):
                 yield Candidate(mesh, remat, steps)
@@ -171,14 +174,14 @@ class Analysis:
     def _work_bytes(self, candidate: Candidate, layout: Audit) -> float:
         sizes, tensor = candidate.sizes, candidate.sizes["tensor"]
         rows = self._rows(sizes) / candidate.accumulate_steps
-        kept = rows * self.traced(candidate.remat, tensor > 1).kept(tensor)
+        kept = rows * self.residuals(candidate.remat, tensor > 1).kept(tensor)
         params = [row for row in layout.rows if row.group == "params"]
         gradients = sum(row.bytes_per_device for row in params)
         layers = _num_layers(params)
         # A layer's gathered parameters, those of the next one, and its gradients before they are
         # scattered; beside it what a layer computes again.
         stacked = sum(_whole_bytes(row, sizes) for row in params if _is_stacked(row)) / layers
-        one_layer = rows * self.traced("none", False).kept(tensor) / layers
+        one_layer = rows * self.residuals("none", False).kept(tensor) / layers
         layer = stacked * (2 * self._share + 1) + one_layer
         # The loss holds its head, gathered, and the gradient of it.
         others = [_whole_bytes(row, sizes) for row in params if not _is_stacked(row)]
@@ -191,9 +194,9 @@ class Analysis:
         tensor, rows = candidate.sizes["tensor"], self._rows(candidate.sizes)
         flops = tuple(
             Flops(kind, dtype, count * rows / tensor)
-            for (kind, dtype), count in self.traced(candidate.remat, False).flops.items()
+            for (kind, dtype), count in self.flops(candidate.remat).items()
         )
-        moved = _PASSES[candidate.remat] * rows * self.traced("none", False).kept(1) / tensor
+        moved = _PASSES[candidate.remat] * rows * self.residuals("none", False).kept(1) / tensor
         gradients = sum(row.bytes_per_device for row in layout.rows if row.group == "params")
         moved += _UPDATE_PASSES * (layout.bytes_per_device + gradients)
         moved += 2 * gradients * (candidate.accumulate_steps - 1)
@@ -216,7 +219,7 @@ class Analysis:
         backward = max(steps * (again + scatters) - 2 * kernels / 3, 0.0)
         stored = sum(row.bytes_per_device for row in params)
         over_data = link("all-reduce", "data", stored)
-        stream = self.traced("full", False).whole_bytes * self._rows(sizes)
+        stream = self.residuals("full", False).whole_bytes * self._rows(sizes)
         over_tensor = 4 * link("all-reduce", "tensor", stream)
         return forward + backward + over_data + _TENSOR_EXPOSED * over_tensor
 
@@ -237,14 +240,19 @@ class Analysis:
         except ConfigError:
             return None
 
-    def _traced(self, remat: str, is_split: bool) -> Traced:
+    def _residuals(self, remat: str, is_split: bool) -> Residuals:
         config = dataclasses.replace(self._config, remat=remat)
+        experiment, mesh = self._planner.experiment(config), self._small_mesh(is_split)
+        return residuals_of(experiment, self._state, self._params, mesh)
+
+    def _flops(self, remat: str) -> dict[tuple[str, str], float]:
+        config = dataclasses.replace(self._config, remat=remat)
+        return row_flops(self._planner.experiment(config), self._state, self._small_mesh(False))
+
+    def _small_mesh(self, is_split: bool) -> Mesh:
         devices = self._planner.devices
-        num_devices = 2 if is_split and len(devices) > 1 else 1
-        mesh = make_mesh(
-            {"tensor": num_devices}, devices=devices[:num_devices], devices_per_node=num_devices
-        )
-        return trace_step(self._planner.experiment(config), self._state, self._params, mesh)
+        size = 2 if is_split and len(devices) > 1 else 1
+        return make_mesh({"tensor": size}, devices=devices[:size], devices_per_node=size)
 
 
 def meshes(num_devices: int) -> list[tuple[tuple[str, int], ...]]:
@@ -256,6 +264,18 @@ def meshes(num_devices: int) -> list[tuple[tuple[str, int], ...]]:
         for inner in found
         if num_devices % math.prod(inner) == 0
     ]
+
+
+def is_nested(sizes: Mapping[str, int], devices_per_host: int) -> bool:
+    """Whether no axis leaves the hosts while one outside of it stays in them."""
+    factors = factor_over_nodes(sizes, devices_per_host)
+    crosses = False
+    for axis in reversed(AXES):
+        across, inside = factors[axis]
+        if crosses and inside > 1:
+            return False
+        crosses = crosses or across > 1
+    return True
 
 
 def micro_batches(rows: int) -> list[int]:

@@ -256,7 +256,8 @@ def _step(plan: Mapping[str, Any]) -> str:
     return (
         "<h2>Time of a step</h2>\n"
         f'<figure class="card timeline">{figures}<div class="wide"><table class="time">'
-        f'<tr><th></th><th class="number">time</th><th class="number">share</th><th></th></tr>{rows}'
+        f'<tr><th></th><th class="number">time</th><th class="number">share</th><th></th></tr>'
+        f"{rows}"
         f'<tr class="total"><td>step</td><td class="number">{units.seconds(step)}</td><td></td>'
         f'<td class="note">{_kernels(plan)}</td></tr></table></div></figure>\n{_links(plan)}'
     )

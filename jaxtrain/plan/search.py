@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from jaxtrain.compile import REMAT_POLICIES
 from jaxtrain.config import RunConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import factor_over_nodes
+from jaxtrain.mesh import factor_over_nodes, format_sizes
 from jaxtrain.plan.advice import Warned
 from jaxtrain.plan.analytic import Analysis, Candidate, Estimate
 from jaxtrain.plan.planner import Plan, Planner
@@ -29,6 +29,8 @@ _NUM_LISTED = 20
 """Estimates that the plan keeps, the fastest."""
 _CLEARLY_LESS = 0.97
 """What is estimated at less than this share of the device's memory is worth a compilation."""
+_ROOM = 0.85
+"""What is estimated at less than this share certainly fits."""
 _SHARDS_MORE = 16
 """How many times the least number of hosts is looked at, where more are needed."""
 
@@ -92,7 +94,7 @@ class Search:
     def _estimates(self, target: Target) -> list[Estimate]:
         """All candidates on a target, fastest first."""
         remats = REMAT_POLICIES if self._is_free else (self._config.remat,)
-        found = self._analysis.candidates(target.num_devices, remats)
+        found = self._analysis.candidates(target, remats)
         steps = self._config.accumulate_steps
         estimates = [
             self._analysis.estimate(candidate, target)
@@ -173,11 +175,14 @@ class Search:
             estimates = self._estimates(other)
             if not estimates:
                 continue
-            smallest = min(estimates, key=lambda e: (self._bytes(e), e.step_seconds))
-            if self._bytes(smallest) > self._analysis.device_bytes(other) / _CLEARLY_LESS:
+            has = self._analysis.device_bytes(other)
+            chosen = min(estimates, key=lambda e: (self._bytes(e), e.step_seconds))
+            if self._bytes(chosen) > has / _CLEARLY_LESS:
                 continue
+            # The fastest, where there is room.
+            chosen = next((e for e in estimates if self._bytes(e) < _ROOM * has), chosen)
             _logger.info("does it fit %s?", other.describe())
-            plan = self._compile(self._planner.on(other), smallest).plan
+            plan = self._compile(self._planner.on(other), chosen).plan
             if plan.fits:
                 return plan.num_hosts, plan
             num_tried += 1
@@ -206,7 +211,7 @@ def hosts_like(target: Target) -> Iterator[Target]:
 
 def reason(plan: Plan, best: Plan) -> str:
     """Why a plan stands where it does in the ranking."""
-    name = " ".join(flag.removeprefix("--") for flag in plan.choice)
+    name = _name(plan, best)
     if not plan.fits:
         largest = max(plan.memory, key=lambda key: plan.memory[key]).replace("_", " ")
         return (
@@ -224,6 +229,17 @@ def reason(plan: Plan, best: Plan) -> str:
     ratio = mine.step_seconds / other.step_seconds
     speed = "as fast" if ratio < 1.005 else f"{ratio:.2f}x slower"
     return f"{name} is {speed}: {_cause(plan, best)}"
+
+
+def _name(plan: Plan, best: Plan) -> str:
+    """The mesh of a plan, and what else tells it apart from the best one."""
+    words = {"--accumulate_steps": "micro-batches", "--remat": "remat"}
+    name = format_sizes(plan.mesh)
+    for mine, other in zip(plan.choice[1:], best.choice[1:], strict=True):
+        flag, _, value = mine.partition("=")
+        if mine != other:
+            name += f" with {words[flag]} {value}"
+    return name
 
 
 def _cause(plan: Plan, best: Plan) -> str:

@@ -6,7 +6,7 @@ rows. What differs between the two belongs to rows, what does not to the model.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,54 +29,40 @@ _ATTENTION = "dot_product_attention"
 
 
 @dataclasses.dataclass(frozen=True)
-class Traced:
-    """The cost of one row, whatever the mesh."""
+class Residuals:
+    """What one row keeps for the backward pass, whatever the mesh."""
 
-    flops: Mapping[tuple[str, str], float]
-    """(kind, dtype as HLO spells it) -> operations on matrix units, forward, backward and remat."""
     whole_bytes: float
-    """Residuals that every device along `tensor` holds."""
+    """On every device along `tensor`."""
     split_bytes: float
-    """Residuals that `tensor` splits."""
+    """What `tensor` splits."""
 
     def kept(self, tensor: int) -> float:
-        """Bytes that a device keeps for the backward pass."""
+        """Bytes on one of so many devices along `tensor`."""
         return self.whole_bytes + self.split_bytes / tensor
 
 
-def trace_step(
-    experiment: Experiment, state: TrainState, rows: Sequence[Row], mesh: Mesh
-) -> Traced:
-    """Traces the gradient of an experiment.
+def residuals_of(
+    experiment: Experiment, state: TrainState, params: Sequence[Row], mesh: Mesh
+) -> Residuals:
+    """What `jax.vjp` keeps of one row: exactly what remat decides.
 
     Args:
         experiment: with the remat that is asked about.
         state: its own, abstract.
-        rows: the layout of its parameters, on any mesh.
+        params: the layout of its parameters, on any mesh.
         mesh: of one device, or of the fewest that `tensor` can split: then the residuals are
             those of split layers.
     """
-    model, rules = as_model(experiment.model), experiment.rules
-    one = abstract_batch(experiment.train_data, mesh, rules=rules, global_batch_size=1)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        with use_rules(mesh, rules):
-            outputs, _ = model.apply(
-                params, state.model_state, batch, key=jax.random.key(0), train=True
-            )
-            return experiment.loss_fn(outputs, batch, params)["loss"][0]
-
-    kept, programs = [], []
-    for num_rows in _ROWS:
-        batch = {
-            name: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype)
-            for name, leaf in one.items()
-        }
-        residuals = lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1]  # noqa: E731
-        kept.append(jax.tree.leaves(jax.eval_shape(residuals, state.params, batch)))
-        programs.append(jax.make_jaxpr(jax.grad(loss))(state.params, batch))
-    split_sizes = _split_sizes(rows, rules)
-    split_sizes -= {leaf.shape[1] for leaf in one.values() if len(leaf.shape) == 2}
+    loss, batches = _loss(experiment, state, mesh), _batches(experiment, mesh)
+    kept = [
+        jax.tree.leaves(
+            jax.eval_shape(lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1], state.params, batch)
+        )
+        for batch in batches
+    ]
+    split_sizes = _split_sizes(params, experiment.rules)
+    split_sizes -= {leaf.shape[1] for leaf in batches[0].values() if len(leaf.shape) == 2}
     whole = split = 0.0
     for first, second in zip(*kept, strict=True):
         grown = [i for i, size in enumerate(first.shape) if size != second.shape[i]]
@@ -85,9 +71,39 @@ def trace_step(
             split += size
         else:
             whole += size
-    few, many = (flops_of(program.jaxpr) for program in programs)
-    flops = {key: (many[key] - few.get(key, 0.0)) / (_ROWS[1] - _ROWS[0]) for key in many}
-    return Traced(flops, whole, split)
+    return Residuals(whole, split)
+
+
+def row_flops(
+    experiment: Experiment, state: TrainState, mesh: Mesh
+) -> dict[tuple[str, str], float]:
+    """(kind, dtype as HLO spells it) -> operations on matrix units of one row, remat included."""
+    loss, (batch, _) = _loss(experiment, state, mesh), _batches(experiment, mesh)
+    program = jax.make_jaxpr(jax.grad(loss))(state.params, batch)
+    return {key: count / _ROWS[0] for key, count in flops_of(program.jaxpr).items()}
+
+
+def _loss(experiment: Experiment, state: TrainState, mesh: Mesh) -> Callable[..., jax.Array]:
+    model, rules = as_model(experiment.model), experiment.rules
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        with use_rules(mesh, rules):
+            outputs, _ = model.apply(
+                params, state.model_state, batch, key=jax.random.key(0), train=True
+            )
+            return experiment.loss_fn(outputs, batch, params)["loss"][0]
+
+    return loss
+
+
+def _batches(experiment: Experiment, mesh: Mesh) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Abstract batches of `_ROWS` rows."""
+    rules = experiment.rules
+    one = abstract_batch(experiment.train_data, mesh, rules=rules, global_batch_size=1)
+    return [
+        {n: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for n, leaf in one.items()}
+        for rows in _ROWS
+    ]
 
 
 def flops_of(jaxpr: Jaxpr) -> dict[tuple[str, str], float]:
