@@ -203,16 +203,17 @@ def fit(
             loaded = next(loader)
         resume.require_same_run(config, fingerprint, loaded.arrays)
         if eval_data is not None:
-            preflight.check_evaluation(
-                model,
-                loss_fn,
-                eval_data,
-                train_batch=loaded.arrays,
-                config=config,
-                state=program.abstract,
-                mesh=mesh,
-                rules=rules,
-            )
+            with together():
+                preflight.check_evaluation(
+                    model,
+                    loss_fn,
+                    eval_data,
+                    train_batch=loaded.arrays,
+                    config=config,
+                    state=program.abstract,
+                    mesh=mesh,
+                    rules=rules,
+                )
         progress = Progress(config.num_steps, start_step=start.step, enabled=is_primary)
         stack.callback(progress.close)
         progress.status("compiling the step")

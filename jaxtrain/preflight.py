@@ -67,9 +67,10 @@ def check_evaluation(
     batch_size = config.global_batch_size // config.accumulate_steps
     batch = abstract_batch(data, mesh, rules=rules, global_batch_size=batch_size)
     if missing := [repr(name) for name in train_batch if name not in batch]:
+        given = ", ".join(name for name in batch if name != "loss_mask")
         raise DataError(
-            f"eval_data has no {', '.join(missing)} but {', '.join(batch)}; give it every array "
-            "that train_data has."
+            f"eval_data has no {', '.join(missing)}, only {given}; give it every array that "
+            "train_data has."
         )
     other = [
         f"{name!r} is {batch[name].dtype}, not {array.dtype}"

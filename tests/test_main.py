@@ -191,7 +191,9 @@ def test_a_wrong_mesh_ends_with_2_before_anything_is_built(calls, capsys, mesh):
         raise AssertionError("data would be read")
 
     assert run_main(build, f"--mesh={mesh}") == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert ("--num_cpu_devices=16" in message) == (mesh == "fsdp:8,tensor:2")
 
 
 def test_evaluate_only_evaluates(calls):
