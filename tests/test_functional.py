@@ -234,7 +234,7 @@ def test_other_variables_are_refused_with_all_paths():
 
 def test_a_module_that_is_made_already_and_what_is_none():
     module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigError, match=r"got a Linear .*functional\(lambda rngs: Linear\("):
+    with pytest.raises(ConfigError, match=r"this Linear is .*functional\(lambda rngs: Linear\("):
         functional(module)
     with pytest.raises(ConfigError, match=r"returns an nnx\.Module, this one returns None"):
         functional(lambda rngs: None)

@@ -151,7 +151,7 @@ def functional(
     if isinstance(build, nnx.Module):
         name = type(build).__name__
         raise ConfigError(
-            f"functional() takes what makes a module, got a {name} that is made already; give "
+            f"functional() takes what makes a module, and this {name} is made already; give "
             f"jaxtrain.functional(lambda rngs: {name}(..., rngs=rngs))."
         )
     # Not eager: annotations are names of logical axes for the sharding module, no mesh exists yet.
