@@ -35,7 +35,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxtrain import checkpoint_files, preflight, resume, run_files
+from jaxtrain import checkpoint_files, preflight, resume, run_files, run_lock
 from jaxtrain.agreement import WISH, Agreement, ToldToStop, carrying_eval_step, together
 from jaxtrain.backend import configure_backend
 from jaxtrain.compile import CompiledStep, compile_step
@@ -138,7 +138,8 @@ def fit(
     is_alone = jax.process_count() == 1
     # With others, a wait for data ends with the data: a step is left out by all or by none.
     preemption = Preemption(wake=interrupt) if is_alone else Preemption()
-    with preemption.watch(), contextlib.ExitStack() as stack:
+    # What is on `held` is let go of last, when every file of the run is written.
+    with preemption.watch(), contextlib.ExitStack() as held, contextlib.ExitStack() as stack:
         # Everything that can be refused is refused here, before anything is compiled.
         if config.workdir:
             # The same directory for every file, also for `~/run` and after a change of directory.
@@ -169,6 +170,9 @@ def fit(
             return init_state(model, program.tx, mesh, rules=rules, seed=config.seed, ema=ema)
 
         fingerprint = train_data.fingerprint  # it may hash all of the data
+        with together():
+            if is_primary:
+                held.enter_context(run_lock.hold(config.workdir))
         checkpointer, start = resume.begin(
             config, program.abstract, init=init, data_fingerprint=fingerprint
         )
