@@ -19,7 +19,7 @@ class ExitCode(enum.IntEnum):
     NONFINITE = 3
     """Stopped on non-finite values; the same command fails again."""
     UNUSABLE = 4
-    """Checkpoint or data unusable; the same command fails again."""
+    """Checkpoint, data or disk unusable; the same command fails until that is mended."""
     PREEMPTED = 75
     """SIGTERM or SIGINT, after a committed save; the same command continues the run."""
     PEER_LOST = 76
@@ -55,6 +55,12 @@ class CheckpointError(JaxtrainError, RuntimeError):
 
 class DataError(JaxtrainError, ValueError):
     """Training or evaluation data is missing or unreadable."""
+
+    exit_code = ExitCode.UNUSABLE
+
+
+class OutputError(JaxtrainError, RuntimeError):
+    """A file of the run could not be written: the disk is full, broken or read-only."""
 
     exit_code = ExitCode.UNUSABLE
 

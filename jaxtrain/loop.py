@@ -230,8 +230,9 @@ def fit(
             evaluation = Evaluation(model, loss_fn, eval_data, mesh, rules, batch_size, program.xla)
 
         # What is written besides checkpoints.
-        records = run_files.open_writers(config, start.step, writers, is_primary=is_primary)
-        stack.callback(records.close)
+        records = stack.enter_context(
+            run_files.open_writers(config, start.step, writers, is_primary=is_primary)
+        )
         if is_primary and config.workdir:
             facts = {"compile_seconds": train_step.compile_seconds, "memory": train_step.memory}
             run_files.write_start(

@@ -1,4 +1,4 @@
-"""Writers of metrics: JSON lines, TensorBoard, and the protocol for any other.
+"""Records of metrics: the protocol of a writer, and JSON lines.
 
 A record is one flat mapping of plain values. The loop writes one per logged step, with at least
 `step` and `loss`; an evaluation's record carries `"eval": True`. Times are seconds per step,
@@ -14,21 +14,17 @@ and sums: `eval_seconds` in an evaluation's record, `checkpoint_seconds` in a tr
 long saves held the loop up since the record before; may be absent).
 """
 
-import importlib
 import json
 import logging
 import math
 import os
-import socket
-import struct
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.errors import JaxtrainError
+from jaxtrain.output_files import AppendFile, replacing, scratch_path, set_aside, writing
 
 _logger = logging.getLogger(__name__)
 
@@ -61,38 +57,26 @@ class JsonlWriter:
 
     The process may be killed at any moment. A record goes out in one write() with its newline, so
     only the last line can be torn, and whoever opens the file next removes it.
+
+    Raises:
+        OutputError: from every method, when the disk refuses.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _mend_tail(self._file)
-        _sync_directory(self.path.parent)
+        self._file = AppendFile(path)
+        self.path = self._file.path
+        with writing(self.path):
+            _mend_tail(self._file.descriptor)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = encode(record)
-        try:
-            written = os.write(self._file, line)
-            while written < len(line):  # a nearly full disk takes a part
-                written += os.write(self._file, line[written:])
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        self._file.append(encode(record))
 
     def flush(self) -> None:
         """Waits until every record is on the disk (fsync)."""
-        try:
-            os.fsync(self._file)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        self._file.sync()
 
     def close(self) -> None:
-        if self._file >= 0:
-            try:
-                self.flush()
-            finally:
-                os.close(self._file)
-                self._file = -1
+        self._file.close()
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -113,22 +97,27 @@ def encode(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(plain, allow_nan=False) + "\n").encode()
 
 
-def read_records(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_records(path: str | os.PathLike[str], *, is_quiet: bool = False) -> list[dict[str, Any]]:
     """All records of a file, non-finite floats restored; none if there is no such file.
 
-    A torn last line (a run that is writing, or was killed) is left out; any other line that is
-    not a record is left out with a warning that names it.
+    A torn last line (a run that is writing, or was killed) is left out; so is any other line that
+    is not a record, with one warning for all of them unless `is_quiet`.
     """
     if not Path(path).exists():
         return []
+    damaged: list[int] = []
     with open(path, "rb") as file:
-        return [record for _, record in _whole_lines(file, path) if record is not None]
+        records = [record for _, record in _whole_lines(file, damaged) if record is not None]
+    if damaged and not is_quiet:
+        _logger.warning("%s, %s: not a record; left out", path, _say_lines(damaged))
+    return records
 
 
 def cut_after(path: str | os.PathLike[str], step: int) -> int:
     """Drops the records of steps later than `step`, and a torn last line.
 
-    The file is replaced atomically: a kill at any moment leaves the old file or the new one.
+    The file is replaced atomically: a kill at any moment leaves the old file or the new one. If
+    there are lines that are not records, they are dropped and the file as it was is set aside.
 
     Args:
         path: file of a `JsonlWriter` that is not open; may be absent.
@@ -138,137 +127,32 @@ def cut_after(path: str | os.PathLike[str], step: int) -> int:
         Number of lines dropped.
     """
     path = Path(path)
-    scratch = _scratch_path(path)
-    scratch.unlink(missing_ok=True)  # left by a kill
+    with writing(path):
+        scratch_path(path).unlink(missing_ok=True)  # left by a kill
     if not path.exists():
         return 0
-    dropped, kept = 0, 0
-    with open(path, "rb") as source, open(scratch, "wb") as target:
-        for line, record in _whole_lines(source, path):
-            if record is not None and record["step"] <= step:
-                kept += target.write(line)
-            else:
-                dropped += 1
-        if kept == path.stat().st_size:
-            scratch.unlink()
-            return 0
-        _sync_and_rename(target, scratch, path)
-    return dropped
-
-
-def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a whole file so that a reader, or a kill, finds the old one or the new one."""
-    path = Path(path)
-    scratch = _scratch_path(path)
-    with open(scratch, "wb") as target:
-        target.write(data)
-        _sync_and_rename(target, scratch, path)
-
-
-class TensorBoardWriter:
-    """Writes the numbers of every record as TensorBoard scalars, `train/NAME` and `eval/NAME`.
-
-    TensorBoard itself need not be installed to write; tensorboardX is imported with the first
-    record. One event holds all scalars of a record.
-
-    Args:
-        directory: log directory; made if absent.
-        purge_step: points of this step and later that an earlier process wrote are removed from
-            the event files, so that no point appears twice after a resume; None keeps all.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], purge_step: int | None = None) -> None:
-        self._directory = Path(directory)
-        self._purge_step = purge_step
-        self._writer: Any = None
-        if purge_step is not None and self._directory.is_dir():
-            for path in sorted(self._directory.glob("*tfevents*")):
-                _cut_events(path, purge_step)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        event_pb2, summary_pb2 = _protos()
-        prefix = "eval/" if record.get("eval") else "train/"
-        values = [
-            summary_pb2.Summary.Value(tag=prefix + name, simple_value=float(value))
-            for name, value in record.items()
-            if name != "step"
-            and isinstance(value, int | float | np.number)
-            and not isinstance(value, bool)
-        ]
-        event = event_pb2.Event(
-            wall_time=time.time(),
-            step=int(record["step"]),
-            summary=summary_pb2.Summary(value=values),
+    kept: list[bytes] = []
+    dropped, damaged = 0, []
+    with writing(path):
+        with open(path, "rb") as source:
+            for line, record in _whole_lines(source, damaged):
+                if record is not None and record["step"] <= step:
+                    kept.append(line)
+                else:
+                    dropped += 1
+        is_as_it_was = sum(map(len, kept)) == path.stat().st_size
+    if damaged:
+        copy = set_aside(path)
+        _logger.warning(
+            "%s, %s: not a record; left out, the file as it was is %s",
+            path,
+            _say_lines(damaged),
+            copy,
         )
-        self._open().write(event.SerializeToString())
-
-    def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()  # fsync included
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
-            self._writer.close()
-            self._writer = None
-
-    def _open(self) -> Any:
-        """The event file of this process, made with the first record.
-
-        tensorboardX's SummaryWriter sends every point through a multiprocessing queue and its
-        flush() does not wait for that queue; its RecordWriter writes where we stand.
-        """
-        if self._writer is None:
-            from tensorboardX import RecordWriter
-
-            event_pb2, _ = _protos()
-
-            self._directory.mkdir(parents=True, exist_ok=True)
-            # TensorBoard reads the files in the order of their names. The nanoseconds keep two
-            # starts within one second in order, and the second from emptying the first one's file.
-            now = time.time_ns()
-            name = f"events.out.tfevents.{now // 10**9:010d}.{now:020d}.{socket.gethostname()}"
-            self._writer = RecordWriter(str(self._directory / name))
-            events = [event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")]
-            if self._purge_step is not None:
-                # For a TensorBoard that is already showing the points cut from the files.
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                events.append(event_pb2.Event(step=self._purge_step, session_log=start))
-            for event in events:
-                self._writer.write(event.SerializeToString())
-        return self._writer
-
-
-def _protos() -> tuple[Any, Any]:
-    """TensorBoard's message types; protobuf makes their attributes when it is imported."""
-    names = ("event_pb2", "summary_pb2")
-    event, summary = (importlib.import_module(f"tensorboardX.proto.{name}") for name in names)
-    return event, summary
-
-
-def _cut_events(path: Path, purge_step: int) -> None:
-    """Removes events from `purge_step` on from one event file, and a torn tail."""
-    from tensorboardX.record_writer import masked_crc32c
-
-    event_pb2, _ = _protos()
-
-    # On disk: length (8 bytes), its checksum (4), the event, its checksum (4).
-    data = path.read_bytes()
-    kept, is_empty, at = [], True, 0
-    while at + 12 <= len(data):
-        length, checksum = struct.unpack_from("<QI", data, at)
-        end = at + 16 + length
-        if end > len(data) or checksum != masked_crc32c(data[at : at + 8]):
-            break
-        event = event_pb2.Event.FromString(data[at + 12 : end - 4])
-        if event.step < purge_step or event.HasField("file_version"):
-            kept.append(data[at:end])
-            is_empty = is_empty and not event.HasField("summary")
-        at = end
-    if is_empty:
-        path.unlink()
-    elif sum(map(len, kept)) < len(data):
-        replace_file(path, b"".join(kept))
+    if not is_as_it_was:
+        with replacing(path) as target:
+            target.writelines(kept)
+    return dropped
 
 
 def _plain(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
@@ -292,19 +176,27 @@ def _decode(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
         record["step"] = int(record["step"])
         record |= {name: float(text) for name, text in record.pop(NONFINITE, {}).items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     return record
 
 
-def _whole_lines(file: Any, path: Any) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """(line, record) for each line; the record is None where the line is torn or not one."""
+def _whole_lines(file: Any, damaged: list[int]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """(line, record) for each line; the record is None where the line is torn or not one.
+
+    The numbers of those that are not torn, and yet no records, are added to `damaged`.
+    """
     for number, line in enumerate(file, start=1):
         record = _decode(line)
         if record is None and line.endswith(b"\n"):
-            _logger.warning("%s, line %d: not a record; left out", path, number)
+            damaged.append(number)
         # No part of an object is an object: a last line that reads well has lost only its newline.
         yield (line if line.endswith(b"\n") else line + b"\n"), record
+
+
+def _say_lines(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+    return f"line {numbers[0]}{more}"
 
 
 def _mend_tail(file: int) -> None:
@@ -319,30 +211,3 @@ def _mend_tail(file: int) -> None:
         os.write(file, b"\n")
     elif torn:
         os.ftruncate(file, size - len(torn))
-
-
-def _scratch_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
-
-
-def _sync_and_rename(target: Any, scratch: Path, path: Path) -> None:
-    target.flush()
-    os.fsync(target.fileno())
-    os.replace(scratch, path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    """Makes a new name in the directory survive a power loss."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _unwritable(path: Path, error: OSError) -> JaxtrainError:
-    return JaxtrainError(
-        f"{path} could not be written: {error.strerror}; make room or mend the disk, "
-        "then the same command continues the run"
-    )

@@ -20,7 +20,7 @@ from html import escape
 from pathlib import Path
 
 from jaxtrain import report_sections, report_tables
-from jaxtrain.metrics import replace_file
+from jaxtrain.output_files import replace_file
 from jaxtrain.report_run import Run, read_run
 
 _SECTIONS = (

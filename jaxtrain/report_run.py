@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import statistics
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,8 @@ def read_run(workdir: str | Path) -> Run:
 def is_number(value: Any) -> bool:
     """A finite number, and not a truth value."""
     is_numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_numeric and math.isfinite(value)
+    # Compared, since JSON holds integers that no float does.
+    return is_numeric and abs(value) <= sys.float_info.max
 
 
 def positive(value: Any) -> float:

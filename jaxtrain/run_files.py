@@ -12,15 +12,17 @@ from typing import Any
 import jax
 
 from jaxtrain.config import RunConfig, changed, dump, versions
+from jaxtrain.errors import OutputError
 from jaxtrain.layout_audit import Audit
 from jaxtrain.metrics import (
     JsonlWriter,
-    TensorBoardWriter,
     Writer,
     cut_after,
     read_records,
-    replace_file,
 )
+from jaxtrain.output_files import replace_file, set_aside
+from jaxtrain.report_run import is_number, positive
+from jaxtrain.tensorboard import TensorBoardWriter
 
 __all__ = [
     "Writers",
@@ -40,10 +42,24 @@ _TIMES = ("wall_seconds", "checkpoint_seconds")
 
 
 class Writers:
-    """All writers of a run as one; without a workdir and writers it drops what it is given."""
+    """All writers of a run as one; without a workdir and writers it drops what it is given.
+
+    A context: the end closes all, and a failure to close hides no error that ended the block.
+    """
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = list(writers)
+
+    def __enter__(self) -> "Writers":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            _logger.warning("%s", failure)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Gives a record to every writer."""
@@ -81,10 +97,40 @@ def open_writers(
         return Writers(extra)
     workdir = Path(config.workdir)
     path = workdir / "metrics.jsonl"
+    if not config.checkpoint.overwrite:
+        _keep_lost_records(path, step)
     if dropped := cut_after(path, step):
         _logger.info("metrics.jsonl: %d records after step %d are written anew", dropped, step)
     return Writers(
         [JsonlWriter(path), TensorBoardWriter(workdir / "tensorboard", step + 1), *extra]
+    )
+
+
+def _keep_lost_records(path: Path, step: int) -> None:
+    """Copies records that are about to be dropped though their checkpoint was once committed.
+
+    After a kill, what is dropped is written anew and the same; but if checkpoints were moved away
+    or lost, the records may be all that is left of a run. A later checkpoint was committed if a
+    second save went by after it (a save waits for the one before), or if the run has ended in
+    order, which is known of a start from nothing only.
+    """
+    dropped = [record for record in read_records(path, is_quiet=True) if record["step"] > step]
+    saves = sum(positive(record.get("checkpoint_seconds")) > 0 for record in dropped)
+    has_ended = step == 0 and positive(_read_run(path.parent).get("wall_seconds")) > 0
+    if not dropped or not (saves > 1 or has_ended):
+        return
+    number = 1
+    while os.path.lexists(copy := path.with_name(f"{path.name}.bak-{number}")):
+        number += 1
+    replace_file(copy, path.read_bytes())
+    _logger.warning(
+        "%s holds records up to step %d, but the checkpoints after step %d are gone; it is cut to "
+        "step %d, and the file as it was is kept as %s",
+        path,
+        max(record["step"] for record in dropped),
+        step,
+        step,
+        copy,
     )
 
 
@@ -96,7 +142,7 @@ def evaluated_step(config: RunConfig, step: int) -> int:
     """
     if not config.workdir or step == 0:
         return 0
-    records = read_records(Path(config.workdir) / "metrics.jsonl")
+    records = read_records(Path(config.workdir) / "metrics.jsonl", is_quiet=True)
     steps = (record["step"] for record in records if record.get("eval"))
     return max((found for found in steps if found <= step), default=0)
 
@@ -131,6 +177,9 @@ def write_start(
     `audit.json`: where every parameter lives; `run.json`: `describe`, the environment, and facts
     of the compiled step. Where the run is resumed (`step` > 0), the times of its earlier starts
     are kept.
+
+    Raises:
+        OutputError: when the disk refuses; nothing is trained yet.
     """
     workdir = Path(config.workdir)
     device = jax.devices()[0]
@@ -141,7 +190,8 @@ def write_start(
         "cpu cores": os.cpu_count(),
         "command": " ".join(sys.orig_argv),
     }
-    times = {name: _read_run(workdir).get(name, 0.0) if step else 0.0 for name in _TIMES}
+    before = _read_run(workdir, is_needed=True) if step else {}
+    times = {name: positive(before.get(name)) for name in _TIMES}
     run = {"describe": dict(describe), "environment": environment, **facts, **times}
     text = dump(config, changed=changed(config), versions=versions())
     replace_file(workdir / "config.json", text.encode())
@@ -152,6 +202,8 @@ def write_start(
 def write_end(config: RunConfig, **times: float) -> None:
     """Adds the times of this start to those of the earlier ones, in `run.json`.
 
+    All steps are saved by now: a failure costs a warning, not the run.
+
     Args:
         config: of the run.
         **times: `wall_seconds`, all of it, and `checkpoint_seconds`, of the saves after the last
@@ -159,16 +211,35 @@ def write_end(config: RunConfig, **times: float) -> None:
     """
     path = Path(config.workdir) / _RUN
     run = _read_run(path.parent)
-    _write_json(path, run | {name: run.get(name, 0.0) + times[name] for name in _TIMES})
-
-
-def _read_run(workdir: Path) -> dict[str, Any]:
-    """What `run.json` holds; nothing if it is not there or was spoilt by somebody."""
+    total = {name: positive(run.get(name)) + times[name] for name in _TIMES}
     try:
-        content = json.loads((workdir / _RUN).read_bytes())
-    except (OSError, ValueError):
+        _write_json(path, run | total)
+    except OutputError as error:
+        _logger.warning("the times of this start are lost: %s", error)
+
+
+def _read_run(workdir: Path, *, is_needed: bool = False) -> dict[str, Any]:
+    """What `run.json` holds; nothing if it is not there or was spoilt by somebody.
+
+    Args:
+        workdir: of the run.
+        is_needed: whether a file that does not say the times is set aside, with a warning.
+    """
+    path = workdir / _RUN
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        content = None
+    run = content if isinstance(content, dict) else {}
+    if is_needed and not all(is_number(run.get(name)) for name in _TIMES):
+        try:
+            where = f"the file as it was is {set_aside(path)}"
+        except (OSError, OutputError) as error:
+            where = str(error)
+        _logger.warning("%s does not say how long the run took so far; %s", path, where)
+    return run
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

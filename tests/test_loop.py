@@ -656,6 +656,58 @@ def test_an_evaluation_that_fails_costs_no_step(tmp_path):
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 3]
 
 
+# Files beside the checkpoints
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("run.json", lambda data: b'{"wall_seconds": "x", "checkpoint_seconds": 1}'),
+        ("run.json", lambda data: b'{"wall_seconds": 1' + b"0" * 400 + b"}"),
+        ("run.json", lambda data: b"[" * 100_000),
+        ("metrics.jsonl", lambda data: data + b'{"step": Infinity}\n\0\xff\n'),
+        ("tensorboard/*", lambda data: data[:60] + b"\xff\xff\xff" + data[63:]),
+        ("tensorboard/*", lambda data: data[:1] + b"\xff" + data[2:]),
+    ],
+)
+def test_a_damaged_file_beside_the_checkpoints_stops_no_resume(tmp_path, caplog, name, spoil):
+    run = config(tmp_path, num_steps=5)
+    fit(run)
+    (path,) = tmp_path.glob(name)
+    path.write_bytes(spoil(path.read_bytes()))
+    damaged = path.read_bytes()
+    caplog.clear()
+    assert fit(run.replace(num_steps=6)).status == "finished"
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 5, 6, 6]
+    assert (tmp_path / "report.html").exists()
+    (copy,) = path.parent.glob("*.broken")
+    assert copy.read_bytes() == damaged
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert str(path) in warning
+    assert str(copy) in warning
+    assert json.loads((tmp_path / "run.json").read_text())["wall_seconds"] > 0
+
+
+def test_an_error_is_not_hidden_by_a_writer_that_cannot_close(tmp_path, caplog):
+    class Stubborn:
+        def write(self, record):
+            pass
+
+        def flush(self):
+            pass
+
+        def close(self):
+            raise OSError(28, "No space left on device")
+
+    run = config(tmp_path, num_steps=2)
+    with pytest.raises(looping.Crash):
+        fit(run, on_step=looping.crash_at(1), writers=[Stubborn()])
+    assert "No space left on device" in caplog.text
+    with pytest.raises(OSError, match="No space left"):
+        fit(run, writers=[Stubborn()])
+    assert saved_steps(tmp_path) == [2]
+
+
 # Saves that fail
 
 

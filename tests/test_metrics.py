@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from jaxtrain import metrics
-from jaxtrain.errors import JaxtrainError
-from jaxtrain.metrics import JsonlWriter, TensorBoardWriter, cut_after, read_records
+from jaxtrain.errors import ExitCode, OutputError
+from jaxtrain.metrics import JsonlWriter, cut_after, read_records
+from jaxtrain.output_files import replace_file
+from jaxtrain.tensorboard import TensorBoardWriter
 
 
 def write_steps(path: Path, steps: range) -> None:
@@ -111,11 +113,55 @@ def test_a_record_is_one_write_and_flush_reaches_the_disk(tmp_path, monkeypatch)
 def test_a_full_disk_is_said_in_one_sentence():
     if not os.access("/dev/full", os.W_OK):
         pytest.skip("no /dev/full here")
-    writer = JsonlWriter.__new__(JsonlWriter)
-    writer.path, writer._file = Path("/run/metrics.jsonl"), os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(JaxtrainError, match=r"/run/metrics\.jsonl could not be written: No space"):
+    writer = JsonlWriter("/dev/full")
+    message = "^/dev/full could not be written: No space left on device; make room"
+    with pytest.raises(OutputError, match=message) as caught:
         writer.write({"step": 0})
-    os.close(writer._file)
+    assert caught.value.exit_code == ExitCode.UNUSABLE == 4
+    os.close(writer._file.descriptor)
+
+
+def write_a_part(monkeypatch, size):
+    """A disk that takes `size` bytes more and no others; to be undone by monkeypatch."""
+    write, room = os.write, [size]
+
+    def limited(file, data):
+        part = bytes(data)[: room[0]]
+        room[0] -= len(part)
+        if not part:
+            raise OSError(28, "No space left on device")
+        return write(file, part)
+
+    monkeypatch.setattr(os, "write", limited)
+
+
+def test_what_a_full_disk_took_of_a_record_is_cut_off_again(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.write({"step": 0})
+    with monkeypatch.context() as patch:
+        write_a_part(patch, 5)
+        with pytest.raises(OutputError):
+            writer.write({"step": 1})
+    writer.write({"step": 1})  # room was made
+    writer.close()
+    assert steps_in(path) == [0, 1]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_scratch(tmp_path, monkeypatch, call):
+    path = tmp_path / "run.json"
+    path.write_text("old")
+
+    def refuse(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open" if call == "open" else f"os.{call}", refuse)
+        with pytest.raises(OutputError, match=r"run\.json could not be written: No space left"):
+            replace_file(path, b"new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b"\0" * 100_000, b"x" * 200_000])
@@ -163,15 +209,32 @@ def test_cut_drops_later_steps_and_keeps_the_rest_byte_for_byte(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl"]
 
 
-def test_a_line_that_is_no_record_is_named_not_fatal(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\0\0\0",
+        b"[1]",
+        b'{"step": Infinity}',
+        b'{"step": 1e400}',
+        b'{"step": "one"}',
+        b'{"step": 1, "nonfinite": 3}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ],
+)
+def test_a_line_that_is_no_record_is_named_and_set_aside(tmp_path, caplog, line):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(2))
-    path.write_bytes(path.read_bytes() + b"\0\0\0\n[1]\n" + b'{"step": 2}\n')
+    path.write_bytes(path.read_bytes() + line + b"\n[1]\n" + b'{"step": 2}\n')
+    before = path.read_bytes()
     assert [record["step"] for record in read_records(path)] == [0, 1, 2]
-    assert "metrics.jsonl, line 3: not a record" in caplog.text
-    assert "line 4" in caplog.text
+    assert "metrics.jsonl, line 3 and 1 more: not a record" in caplog.text
+    caplog.clear()
     assert cut_after(path, 2) == 2
     assert steps_in(path) == [0, 1, 2]
+    (message,) = caplog.messages
+    assert message.endswith(f"left out, the file as it was is {path}.broken")
+    assert Path(f"{path}.broken").read_bytes() == before
 
 
 def test_a_cut_is_on_the_disk_before_it_takes_the_name(tmp_path, monkeypatch):
@@ -260,16 +323,19 @@ def test_sigkill_while_writing_loses_nothing_that_was_flushed(tmp_path):
 
 def scalars(directory: Path) -> list[tuple[str, int, float]]:
     """Every point in every event file, in the order of the file names, as TensorBoard reads."""
+    return [point for path in sorted(directory.iterdir()) for point in points_in(path)]
+
+
+def points_in(path: Path) -> list[tuple[str, int, float]]:
     from tensorboardX.proto import event_pb2
 
     points = []
-    for path in sorted(directory.iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack_from("<Q", data, at)
-            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
-            points += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
-            at += 16 + length
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
+        points += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+        at += 16 + length
     return points
 
 
@@ -298,7 +364,7 @@ def test_tensorboard_shows_no_point_twice_after_resumes(tmp_path):
     directory = tmp_path / "tb"
     tensorboard_steps(directory, range(5))
     (first,) = directory.iterdir()
-    first.write_bytes(first.read_bytes() + b"torn tail of an event")
+    first.write_bytes(first.read_bytes() + first.read_bytes()[:30])  # torn by a kill
     # Three starts within one second: each has a file of its own, in order.
     tensorboard_steps(directory, range(2, 4), purge_step=2)
     tensorboard_steps(directory, range(3, 6), purge_step=3)
@@ -318,10 +384,51 @@ def test_tensorboard_shows_no_point_twice_after_resumes(tmp_path):
     assert len(list(directory.iterdir())) == 1
 
 
+def test_damaged_event_files_are_set_aside_and_what_can_be_read_is_kept(tmp_path, caplog):
+    directory = tmp_path / "tb"
+    tensorboard_steps(directory, range(4))
+    (path,) = directory.iterdir()
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for old in directory.iterdir():
+            old.unlink()
+        caplog.clear()
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        spoilt = path.read_bytes()
+        TensorBoardWriter(directory, 3).close()
+        assert len(caplog.messages) <= 1
+        left = [point for file in directory.glob("*tfevents*") for point in points_in(file)]
+        assert len(left) <= 4
+        copies = list(directory.glob("*.broken"))
+        assert len(copies) == len(caplog.messages)
+        for copy in copies:
+            assert copy.read_bytes() == spoilt
+            assert "tfevents" not in copy.name  # TensorBoard does not read it either
+            assert f"is damaged; what can be read is kept, all of it is in {copy}" in caplog.text
+
+
+def test_a_disk_that_tensorboard_finds_full_costs_one_warning(tmp_path, monkeypatch, caplog):
+    directory = tmp_path / "tb"
+    writer = TensorBoardWriter(directory)
+    writer.write({"step": 0, "loss": 1.0})
+    with monkeypatch.context() as patch:
+        write_a_part(patch, 5)
+        for step in (1, 2):
+            writer.write({"step": step, "loss": 1.0})
+        patch.setattr(os, "fsync", lambda file: os.write(file, b"x"))
+        writer.flush()
+    writer.write({"step": 3, "loss": 1.0})
+    writer.close()
+    assert [step for _, step, _ in scalars(directory)] == [0, 3]
+    (message,) = caplog.messages
+    assert message.startswith(f"TensorBoard lacks points that metrics.jsonl has: {directory}")
+    assert "No space left on device; make room" in message
+
+
 def test_tensorboard_writes_no_file_without_a_record_and_imports_nothing(tmp_path):
     code = (
         "import sys\n"
-        "from jaxtrain.metrics import TensorBoardWriter\n"
+        "from jaxtrain.tensorboard import TensorBoardWriter\n"
         "TensorBoardWriter(sys.argv[1], 3).close()\n"
         "assert 'tensorboardX' not in sys.modules\n"
     )

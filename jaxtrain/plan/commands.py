@@ -13,7 +13,7 @@ from jaxtrain.checkpoint_files import absolute
 from jaxtrain.config import RunConfig
 from jaxtrain.errors import ConfigError, ExitCode
 from jaxtrain.mesh import AUTO
-from jaxtrain.metrics import replace_file
+from jaxtrain.output_files import replace_file
 from jaxtrain.plan import html, table
 from jaxtrain.plan.compile_target import target_here
 from jaxtrain.plan.planner import Planner
