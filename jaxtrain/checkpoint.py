@@ -173,10 +173,11 @@ class Checkpointer(files.CheckpointDirectory):
                 self.wait()
         finally:
             if self._manager is not None:
-                # orbax tells every thread once of a save that failed; we have told of it already.
-                with contextlib.suppress(Exception):
-                    self._manager.wait_until_finished()
-                self._manager.close()
+                # orbax tells every thread of a save that failed, and each of its parts does; we
+                # have told of it already.
+                for end in (self._manager.wait_until_finished, self._manager.close):
+                    with contextlib.suppress(Exception):
+                        end()
                 self._manager = None
 
     def delete(self, steps: Iterable[int]) -> None:
@@ -435,11 +436,13 @@ def _orbax() -> Any:
     import orbax.checkpoint as ocp
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        place = f"{os.sep}orbax{os.sep}"
-        return place not in record.pathname and place not in record.getMessage()
+        message = record.getMessage()
+        places = (f"{os.sep}orbax{os.sep}", f"{files.UNFINISHED}{os.sep}")
+        return places[0] not in record.pathname and not any(place in message for place in places)
 
     logging.getLogger("absl").addFilter(is_wanted)
-    logging.getLogger("asyncio").addFilter(is_wanted)  # "Task exception was never retrieved"
+    # "Task exception was never retrieved", "Future exception was never retrieved"
+    logging.getLogger("asyncio").addFilter(is_wanted)
     hook = sys.unraisablehook
 
     def show_unraisable(unraisable: Any) -> None:

@@ -8,11 +8,13 @@ PASS-th time in this process, it is printed ("at commit_started 2, 10") and
     kill   the process kills itself with SIGKILL
     ask    the thread goes on when a line comes on standard input
     hang   the thread does not come back from C code, like a compiler that takes an hour
-    fail   the disk is full
+    fail   the system says that the disk is full
+    fill   the disk of the directory TOY_DISK is full, in earnest
 
 With TOY_SAMPLES every process notes which samples it read for which batch (`clusters.samples`).
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -63,6 +65,13 @@ class Moments:
 
     def _fail(self) -> None:
         raise OSError(28, "No space left on device")
+
+    def _fill(self) -> None:
+        with open(Path(os.environ["TOY_DISK"], "filler"), "wb", buffering=0) as file:
+            for size in (65536, 4096, 512, 64, 8, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)) == size:
+                        pass
 
 
 def begin(config: RunConfig) -> Moments:
