@@ -110,12 +110,15 @@ def _keep_lost_records(path: Path, step: int) -> None:
     """Copies records that are about to be dropped though their checkpoint was once committed.
 
     After a kill, what is dropped is written anew and the same; but if checkpoints were moved away
-    or lost, the records may be all that is left of a run. A later checkpoint was committed if a
-    second save went by after it (a save waits for the one before), or if the run has ended in
-    order, which is known of a start from nothing only.
+    or lost, the records may be all that is left of a run. A later checkpoint was committed if two
+    later saves went by (a save waits for the one before), or if the run has ended in order, which
+    is known of a start from nothing only.
     """
     dropped = [record for record in read_records(path, is_quiet=True) if record["step"] > step]
-    saves = sum(positive(record.get("checkpoint_seconds")) > 0 for record in dropped)
+    trained = [record for record in dropped if not record.get("eval")]
+    # The first record after a save has its seconds: that of `step` itself does not count.
+    later = trained[1:] if step else trained
+    saves = sum(positive(record.get("checkpoint_seconds")) > 0 for record in later)
     has_ended = step == 0 and positive(_read_run(path.parent).get("wall_seconds")) > 0
     if not dropped or not (saves > 1 or has_ended):
         return

@@ -6,7 +6,8 @@ import shutil
 import looping
 import pytest
 
-from jaxtrain.metrics import read_records
+from jaxtrain import run_files
+from jaxtrain.metrics import JsonlWriter, read_records
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,18 @@ def test_records_of_a_run_that_was_killed_while_it_trained_on_are_written_anew(t
     assert steps == [*range(1, 11), 10]
     assert copies(tmp_path) == []
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("last_save", "is_kept"), [(10, False), (15, True)])
+def test_a_save_in_flight_at_the_kill_is_not_a_lost_checkpoint(tmp_path, last_save, is_kept):
+    """Resumed from 5: that a save at 10 was begun says nothing; one at 15 had to wait for it."""
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 21):
+        seconds = {"checkpoint_seconds": 0.1} if step - 1 in range(5, last_save + 1, 5) else {}
+        writer.write({"step": step, "loss": 1.0, **seconds})
+    writer.close()
+    run_files.open_writers(looping.config(tmp_path), 5, (), is_primary=True).close()
+    assert copies(tmp_path) == ["metrics.jsonl.bak-1"] * is_kept
 
 
 def test_overwriting_was_asked_for_and_keeps_nothing(workdir):
