@@ -24,12 +24,10 @@ model_state, whose batch statistics must see every row of the (micro-)batch, and
 `row_keys`, because all copies of the region would draw the same.
 """
 
-import contextlib
 import dataclasses
-import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +36,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain import tree
 from jaxtrain.errors import ConfigError
+from jaxtrain.loss_checks import check_loss_fn, check_sums, naming_batch
 from jaxtrain.losses import LossFn, Sums
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.placement import param_shardings
@@ -46,9 +45,6 @@ from jaxtrain.sharding import check_batch_size, constrain, gather_stored, use_ru
 
 GradFn = Callable[..., tuple[Any, Sums, Any]]
 """(params, model_state, batch, step_key) -> (gradient of the summed loss, Sums, model_state)."""
-
-OWN_METRICS = ("grad_norm", "param_norm", "learning_rate", "weight", "is_applied", "is_finite")
-"""Metrics that the step adds to those of the loss."""
 
 # Rows are numbered from 0, so no row's key is the parent of the keys of micro-batches.
 _MICRO_BATCH_STREAM = 2**32 - 1
@@ -298,77 +294,3 @@ def _check_batch(batch: Any, accumulate_steps: int) -> int:
             f"accumulate_steps={accumulate_steps}) makes it from arrays [rows, ...]."
         )
     return math.prod(rows)
-
-
-@contextlib.contextmanager
-def naming_batch(batch: Mapping[str, Any]) -> Iterator[None]:
-    """Adds to a KeyError of a model or loss what the batch has, unless the batch has that key."""
-    try:
-        yield
-    except KeyError as error:
-        if error.args[:1] and error.args[0] not in batch:
-            error.add_note(f"the batch has: {', '.join(batch)}")
-        raise
-
-
-def check_loss_fn(loss_fn: Any) -> None:
-    """Refuses a loss that cannot be called as one, before a model is traced for it."""
-    if not callable(loss_fn):
-        raise ConfigError(
-            f"loss_fn is a function (outputs, batch, params) -> name -> (sum, weight); got "
-            f"{type(loss_fn).__name__}."
-        )
-    try:
-        signature = inspect.signature(loss_fn)
-    except ValueError:
-        return  # a builtin does not say
-    try:
-        signature.bind(None, None, None)
-    except TypeError:
-        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        raise ConfigError(
-            f"loss_fn is called as loss_fn(outputs, batch, params), but {name}{signature} does not "
-            "take that; give it these three arguments."
-        ) from None
-
-
-def check_sums(sums: Any) -> None:
-    """Refuses what a loss returned, if it is not name -> (sum, weight)."""
-    problem = ""
-    if not isinstance(sums, Mapping) or "loss" not in sums:
-        names = list(sums) if isinstance(sums, Mapping) else _say(sums)
-        problem = f"needs the name 'loss'; got {names}"
-    elif reserved := [name for name in sums if name in OWN_METRICS]:
-        problem = f"uses names that the step gives its own metrics: {reserved}; rename them"
-    else:
-        wrong = [name for name, pair in sums.items() if not _is_pair_of_scalars(pair)]
-        if wrong:
-            got = ", ".join(f"{name!r}: {_say(sums[name])}" for name in wrong)
-            problem = (
-                f"needs two float32 scalars (sum, weight) for {wrong}; got {got}. The weight is "
-                "what the sum is divided by in the end, e.g. jnp.sum(batch['loss_mask'])"
-            )
-    if problem:
-        raise ConfigError(f"loss_fn returns a dict of name -> (sum, weight) and {problem}.")
-
-
-def _is_pair_of_scalars(pair: Any) -> bool:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        return False
-    return all(
-        (hasattr(v, "dtype") or isinstance(v, float))
-        and jnp.shape(v) == ()
-        and jnp.result_type(v) == jnp.float32
-        for v in pair
-    )
-
-
-def _say(value: Any) -> str:
-    """`a float32[8] array`, `(a float32[] array, the int 64)`: what somebody returned."""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_say, value))})"
-    if isinstance(value, int | float):
-        return f"the {type(value).__name__} {value!r}"
-    if not hasattr(value, "dtype"):
-        return f"a {type(value).__name__}"
-    return f"a {value.dtype}[{','.join(map(str, jnp.shape(value)))}] array"

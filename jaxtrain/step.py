@@ -16,15 +16,8 @@ from jax.sharding import Mesh
 
 from jaxtrain import optim, tree
 from jaxtrain.errors import ConfigError
-from jaxtrain.gradients import (
-    Layout,
-    check_loss_fn,
-    check_sums,
-    make_grad_fn,
-    mask_of,
-    naming_batch,
-    probe,
-)
+from jaxtrain.gradients import Layout, make_grad_fn, mask_of, probe
+from jaxtrain.loss_checks import check_loss_fn, check_sums, naming_batch
 from jaxtrain.losses import LossFn, Sums
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
