@@ -16,13 +16,9 @@ import pytest
 from jaxtrain.plan import compile_target
 
 ROOT = Path(__file__).parents[1]
-FLAGS = (
-    "--model=llama3.2-1b",
-    "--model.num_layers=2",
-    "--model.vocab_size=8192",
-    "--data.sequence_length=2048",
-    "--precision=bfloat16",
-)
+FLAGS = ("--model=llama3.2-1b", "--model.num_layers=2", "--precision=bfloat16")
+# The TPU compiler takes a minute and more for wide layers.
+SMALL = ("--model.embed_dim=512", "--model.num_heads=4", "--model.mlp_dim=1024")
 has_cuda = all(map(compile_target._is_installed, compile_target._CUDA_PACKAGES))
 needs_cuda = pytest.mark.skipif(
     not has_cuda, reason="needs the extra plan; install it with `bash scripts/setup.sh plan`"
@@ -49,7 +45,7 @@ def planned(directory, *words, code=0):
 def test_a_plan_for_gpus(tmp_path):
     plan, text = planned(
         tmp_path, "--plan=h100:2x8", "--mesh=fsdp:8,tensor:2", "--global_batch_size=16",
-        "--remat=full",
+        "--data.sequence_length=2048", "--remat=full",
     )  # fmt: skip
     assert plan["fits"]
     assert plan["fused_attention"]
@@ -65,7 +61,10 @@ def test_a_plan_for_gpus(tmp_path):
 
 @needs_cuda
 def test_a_search_for_gpus(tmp_path):
-    plan, text = planned(tmp_path, "--plan=a100-80:1x2", "--mesh=auto", "--global_batch_size=4")
+    plan, text = planned(
+        tmp_path, "--plan=a100-80:1x2", "--mesh=auto", "--global_batch_size=4",
+        "--data.sequence_length=2048",
+    )  # fmt: skip
     assert plan["fits"]
     assert plan["min_hosts"] == 1
     assert 3 <= len(plan["ranking"]) <= 5
@@ -79,7 +78,7 @@ def test_a_search_for_gpus(tmp_path):
 def test_a_plan_for_tpus(tmp_path):
     plan, text = planned(
         tmp_path, "--plan=tpu-v5e:2x2", "--mesh=fsdp:4", "--global_batch_size=4",
-        "--data.sequence_length=512", "--remat=full",
+        "--data.sequence_length=256", "--remat=full", *SMALL,
     )  # fmt: skip
     assert plan["fits"]
     assert plan["fused_attention"] is False

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
 
 import jax
@@ -13,6 +14,7 @@ from jaxtrain import ConfigError, RunConfig
 from jaxtrain.data.sources import ArrayDataset
 from jaxtrain.losses import lm_loss
 from jaxtrain.main import Experiment
+from jaxtrain.mesh import format_sizes
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.plan import commands, cost, search, work
 from jaxtrain.plan.analytic import Analysis, Candidate, is_nested, meshes, micro_batches
@@ -245,6 +247,24 @@ def test_what_does_not_fit_is_ranked_last_and_corrects_the_estimates(monkeypatch
     assert [r.fits for r in plan.ranking] == sorted((r.fits for r in plan.ranking), reverse=True)
 
 
+def test_a_slow_step_makes_those_like_it_wait(monkeypatch):
+    small_devices(monkeypatch, 10**9)
+    # A second instead of the microseconds that are estimated: the next is of another kind.
+    planner = FakePlanner("h100:1x8", config(), lambda *_: (10**5, 1.0, 0.0))
+    search.Search(planner, config()).run()
+    kinds = [(remat, steps > 1) for _, _, remat, steps in planner.planned[:3]]
+    assert len(set(kinds)) == 3
+
+
+def test_slow_compilers_are_asked_less_often(monkeypatch):
+    small_devices(monkeypatch, 4 * 10**6)
+    monkeypatch.setattr(search, "_SECONDS", 0.0)
+    planner = FakePlanner("h100:8x1", config(), lambda *_: (10**5, 1.0, 0.0))
+    plan = search.Search(planner, config()).run()
+    assert len(planner.planned) == len(plan.ranking) == 1
+    assert plan.min_hosts is None
+
+
 def test_the_smallest_number_of_hosts_is_confirmed_by_a_plan(monkeypatch):
     small_devices(monkeypatch, 4 * 10**6)
     needs = lambda target, _: (6_000_000 // target.num_hosts, 1.0, 0.0)  # noqa: E731
@@ -298,7 +318,11 @@ def test_kernels_and_remat_are_reasons_too():
         other, best
     )
     again = dataclasses.replace(slower, phases={"remat": (0.9, 0.0)})
-    other = dataclasses.replace(other, prediction=again)
+    flags = ("--mesh=", "", "--accumulate_steps=4", "--remat=dots")
+    other = dataclasses.replace(other, prediction=again, flags=flags)
+    assert "fsdp:8 with 4 micro-batches and remat dots is 2.00x slower" in search.reason(
+        other, best
+    )
     assert "it computes 900 ms of the forward pass again" in search.reason(other, best)
 
 
@@ -327,3 +351,21 @@ def test_the_devices_at_hand_keep_remat_and_micro_batches(monkeypatch):
     assert 3 <= len(planned) <= 5
     assert {(remat, steps) for _, remat, steps in planned} == {("dots", 2)}
     assert found == dataclasses.replace(run, mesh=planned[0][0])
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="needs the extra tpu; install it with `bash scripts/setup.sh tpu`",
+)
+def test_meshes_of_tpus_lie_on_their_torus():
+    run = config()
+    planner = Planner(build, run, parse_target("tpu-v5p:2x2x4"))
+    possible = [
+        sizes for sizes in meshes(16) if search._is_on_torus(planner, planner.target, sizes)
+    ]
+    assert (("data", 1), ("fsdp", 16), ("tensor", 1)) in possible
+    assert (("data", 4), ("fsdp", 4), ("tensor", 1)) in possible
+    assert all(planner.mesh(config(mesh=format_sizes(dict(sizes)))) for sizes in possible)
+    planner = Planner(build, run, parse_target("tpu-v5p:4x4x8"))
+    with pytest.raises(ConfigError, match=r"mesh=data:2,fsdp:64 cannot .* torus of 4x4x8"):
+        planner.mesh(config(mesh="data:2,fsdp:64"))

@@ -65,6 +65,8 @@ def prepare_backend(target: Target | None) -> None:
     jax.config.update("jax_platforms", "cpu")
     # libtpu would look for the metadata server of a machine with TPUs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # No chip is used, so nobody has to be kept from it: several plans may be made at a time.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     if target.is_simulated or target.kind.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import abstract_batch
 from jaxtrain.data.sources import as_dataset
-from jaxtrain.errors import ExitCode
+from jaxtrain.errors import ConfigError, ExitCode
 from jaxtrain.layout_audit import Audit
 from jaxtrain.mesh import describe_mesh, format_sizes, make_mesh
 from jaxtrain.models.functional import as_model
@@ -177,7 +177,14 @@ class Planner:
     def mesh(self, config: RunConfig) -> Mesh:
         """The mesh of a configuration over the target's devices."""
         per_host = self.target.devices_per_host
-        return make_mesh(config.mesh, devices=self.devices, devices_per_node=per_host)
+        try:
+            return make_mesh(config.mesh, devices=self.devices, devices_per_node=per_host)
+        except NotImplementedError as error:
+            torus = "x".join(map(str, self.target.torus))
+            raise ConfigError(
+                f"mesh={config.mesh} cannot be laid on a torus of {torus} chips: every axis takes"
+                f" whole dims of the torus, or several; --mesh=auto finds the meshes that do"
+            ) from error
 
     def program(self, config: RunConfig) -> tuple[TrainProgram, dict[str, Any], Mesh]:
         """The step of a configuration, not compiled; its abstract batch; its mesh."""

@@ -1,13 +1,19 @@
 """`--mesh=auto`: which mesh, remat and number of micro-batches make the fastest step that fits.
 
 All that model, batch and rules allow are estimated (`analytic`), a few are compiled, and what the
-compiled programs say decides. Each of them also corrects the estimated memory of those like it.
+compiled programs say decides. Each of them also corrects the estimated memory and time of those
+like it: XLA hides communication behind kernels only where memory and loops let it.
 """
 
 import dataclasses
+import functools
 import logging
 import math
+import time
 from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import AxisType
 
 from jaxtrain.compile import REMAT_POLICIES
 from jaxtrain.config import RunConfig
@@ -23,8 +29,12 @@ _NUM_WANTED = 3
 """Compiled steps that fit, to choose among."""
 _NUM_COMPILED = 5
 """Steps that are compiled at most for the choice."""
+_NUM_LIKE = 2
+"""Steps of one mesh that are compiled at most: the next best mesh is to be seen too."""
 _NUM_CONFIRMED = 3
 """Steps that are compiled at most to find the smallest number of hosts."""
+_SECONDS = 360.0
+"""After so long no compilation is begun that is not needed; that of the last one is counted in."""
 _NUM_LISTED = 20
 """Estimates that the plan keeps, the fastest."""
 _CLEARLY_LESS = 0.97
@@ -57,7 +67,10 @@ class Search:
         """
         self._planner, self._config, self._is_free = planner, config, is_free
         self._analysis = Analysis(planner, config)
+        # Compiled over estimated, of the last program that was alike: work bytes and time.
         self._corrections: dict[str, float] = {}
+        self._slowness: dict[tuple[str, bool], float] = {}
+        self._begin, self._last_seconds = time.monotonic(), 0.0
 
     def run(self) -> Plan:
         """The best plan, with the ranking of all that were compiled.
@@ -65,7 +78,7 @@ class Search:
         Raises:
             ConfigError: when no mesh can use exactly these devices.
         """
-        target = self._planner.target
+        target, self._begin = self._planner.target, time.monotonic()
         estimates = self._estimates(target)
         if not estimates:
             raise ConfigError(self._no_mesh(target))
@@ -96,10 +109,11 @@ class Search:
         remats = REMAT_POLICIES if self._is_free else (self._config.remat,)
         found = self._analysis.candidates(target, remats)
         steps = self._config.accumulate_steps
+        is_there = functools.cache(functools.partial(_is_on_torus, self._planner, target))
         estimates = [
             self._analysis.estimate(candidate, target)
             for candidate in found
-            if self._is_free or candidate.accumulate_steps == steps
+            if (self._is_free or candidate.accumulate_steps == steps) and is_there(candidate.mesh)
         ]
         return sorted(estimates, key=lambda e: (e.step_seconds, e.work_bytes))
 
@@ -109,6 +123,10 @@ class Search:
 
     def _bytes(self, estimate: Estimate) -> int:
         return estimate.num_bytes(self._correction(estimate.candidate.remat))
+
+    def _seconds(self, estimate: Estimate) -> float:
+        """Corrected by the last compiled step with this remat that accumulates or does not."""
+        return estimate.step_seconds * self._slowness.get(_kind(estimate.candidate), 1.0)
 
     def _fits(self, estimate: Estimate, target: Target) -> bool:
         return self._bytes(estimate) < _CLEARLY_LESS * self._analysis.device_bytes(target)
@@ -126,7 +144,8 @@ class Search:
     def _compile_best(self, estimates: Sequence[Estimate]) -> list[_Compiled]:
         compiled: list[_Compiled] = []
         while len(compiled) < _NUM_COMPILED:
-            if sum(c.plan.fits for c in compiled) >= _NUM_WANTED:
+            num_fitting = sum(c.plan.fits for c in compiled)
+            if num_fitting >= _NUM_WANTED or (num_fitting and self._is_late()):
                 break
             chosen = self._next(estimates, compiled)
             if chosen is None:
@@ -142,21 +161,28 @@ class Search:
         done = {(c.candidate.mesh, c.candidate.remat) for c in compiled if c.plan.fits}
         tried = {c.candidate for c in compiled}
         meshes = [c.candidate.mesh for c in compiled]
-        for estimate in estimates:
+        for estimate in sorted(estimates, key=self._seconds):
             candidate = estimate.candidate
             is_new = (candidate.mesh, candidate.remat) not in done and candidate not in tried
-            # Two of one mesh are enough: the next best mesh is to be seen too.
-            if is_new and meshes.count(candidate.mesh) < 2 and self._fits(estimate, target):
+            if is_new and meshes.count(candidate.mesh) < _NUM_LIKE and self._fits(estimate, target):
                 return estimate
         smallest = min(estimates, key=lambda e: (self._bytes(e), e.step_seconds))
         return None if any(c.plan.fits for c in compiled) or compiled else smallest
 
+    def _is_late(self) -> bool:
+        """Whether one more compilation like the last would take too long."""
+        return time.monotonic() - self._begin + self._last_seconds > _SECONDS
+
     def _compile(self, planner: Planner, estimate: Estimate) -> _Compiled:
         candidate = estimate.candidate
         _logger.info("estimated at %s: %s", seconds(estimate.step_seconds), candidate)
+        begin = time.monotonic()
         plan = planner.plan(candidate.apply(self._config))
+        self._last_seconds = time.monotonic() - begin
         work = plan.peak_bytes_per_device - estimate.state_bytes
         self._corrections[candidate.remat] = max(work / max(estimate.work_bytes, 1), 0.1)
+        if plan.step_seconds:
+            self._slowness[_kind(candidate)] = plan.step_seconds / estimate.step_seconds
         return _Compiled(candidate, estimate, plan)
 
     # Hosts ------------------------------------------------------------------------------------
@@ -179,6 +205,13 @@ class Search:
             chosen = min(estimates, key=lambda e: (self._bytes(e), e.step_seconds))
             if self._bytes(chosen) > has / _CLEARLY_LESS:
                 continue
+            if best.fits and self._is_late():
+                _logger.warning(
+                    "whether fewer hosts do is not tried, compiling takes too long; ask for"
+                    " --plan=%s",
+                    other.text,
+                )
+                return None, None
             # The fastest, where there is room.
             chosen = next((e for e in estimates if self._bytes(e) < _ROOM * has), chosen)
             _logger.info("does it fit %s?", other.describe())
@@ -189,6 +222,24 @@ class Search:
             if num_tried == _NUM_CONFIRMED:
                 break
         return (target.num_hosts, best) if best.fits else (None, None)
+
+
+def _kind(candidate: Candidate) -> tuple[str, bool]:
+    """What decides how well communication hides, besides the mesh."""
+    return candidate.remat, candidate.accumulate_steps > 1
+
+
+def _is_on_torus(planner: Planner, target: Target, mesh: tuple[tuple[str, int], ...]) -> bool:
+    """Whether the axes of a mesh can be laid along those of a TPU's torus."""
+    if not target.torus:
+        return True
+    devices = planner.devices if target == planner.target else planner.on(target).devices
+    names, sizes = zip(*mesh, strict=True)
+    try:
+        jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def hosts_like(target: Target) -> Iterator[Target]:
@@ -233,13 +284,10 @@ def reason(plan: Plan, best: Plan) -> str:
 
 def _name(plan: Plan, best: Plan) -> str:
     """The mesh of a plan, and what else tells it apart from the best one."""
-    words = {"--accumulate_steps": "micro-batches", "--remat": "remat"}
-    name = format_sizes(plan.mesh)
-    for mine, other in zip(plan.choice[1:], best.choice[1:], strict=True):
-        flag, _, value = mine.partition("=")
-        if mine != other:
-            name += f" with {words[flag]} {value}"
-    return name
+    steps, remat = (flag.partition("=")[2] for flag in plan.choice[1:])
+    differs = [mine != other for mine, other in zip(plan.choice, best.choice, strict=True)]
+    more = [f"{steps} micro-batches"] * differs[1] + [f"remat {remat}"] * differs[2]
+    return format_sizes(plan.mesh) + (f" with {' and '.join(more)}" if more else "")
 
 
 def _cause(plan: Plan, best: Plan) -> str:
@@ -248,15 +296,15 @@ def _cause(plan: Plan, best: Plan) -> str:
     if mine is None or other is None:
         return ""
     more: dict[str, float] = {"": mine.kernel_seconds - other.kernel_seconds}
-    for axis, time in plan.communication.items():
+    for axis, spent in plan.communication.items():
         before = best.communication.get(axis)
-        more[axis] = time.exposed_seconds - (before.exposed_seconds if before else 0.0)
+        more[axis] = spent.exposed_seconds - (before.exposed_seconds if before else 0.0)
     axis = max(more, key=lambda key: more[key])
     if axis:
-        time = plan.communication[axis]
+        spent = plan.communication[axis]
         return (
-            f"its {_what(axis)} {_where(plan, axis)}, {seconds(time.seconds)}, do not hide behind"
-            f" {seconds(mine.kernel_seconds)} of compute: {seconds(time.exposed_seconds)} are"
+            f"its {_what(axis)} {_where(plan, axis)}, {seconds(spent.seconds)}, do not hide behind"
+            f" {seconds(mine.kernel_seconds)} of compute: {seconds(spent.exposed_seconds)} are"
             f" waited for"
         )
     again, before = (p.phases.get("remat", (0.0, 0.0))[0] for p in (mine, other))
