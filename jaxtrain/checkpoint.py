@@ -38,6 +38,7 @@ import jax
 import numpy as np
 
 from jaxtrain import checkpoint_files as files
+from jaxtrain import checkpoint_keep as keep
 from jaxtrain.agreement import together
 from jaxtrain.checkpoint_sums import first_damaged, sync_directory
 from jaxtrain.checkpoint_tree import (
@@ -188,7 +189,7 @@ class Checkpointer(files.CheckpointDirectory):
             return
         for step in steps:
             try:
-                doomed = files.mark_for_deletion(self.directory, step)
+                doomed = keep.mark_for_deletion(self.directory, step)
                 _delete_started(step)
                 shutil.rmtree(doomed)
             except FileNotFoundError:
@@ -201,7 +202,7 @@ class Checkpointer(files.CheckpointDirectory):
     def set_aside(self, step: int) -> None:
         """Renames a damaged step, so that it is neither believed nor in the way, nor lost."""
         if _is_primary():
-            target = files.set_aside(self.directory, step)
+            target = keep.set_aside(self.directory, step)
             _logger.warning("the damaged checkpoint step %d is now %s", step, target.name)
 
     # Reading
@@ -293,7 +294,7 @@ class Checkpointer(files.CheckpointDirectory):
             self.directory.mkdir(parents=True, exist_ok=True)
             if _is_primary():
                 sync_directory(self.directory.parent)
-                files.remove_leftovers(self.directory)
+                keep.remove_leftovers(self.directory)
             registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
             registry.add("state", ocp.args.PyTreeSave, _handler())
             policy = ocp.checkpoint_managers.preservation_policy.PreserveAll()
@@ -333,7 +334,7 @@ class Checkpointer(files.CheckpointDirectory):
             self._committed = step
             self._news.put(step)
             _commit_finished(step)
-            self.delete(files.steps_to_delete(self._own, **self._keep))
+            self.delete(keep.steps_to_delete(self._own, **self._keep))
         except BaseException as error:
             self._failure = self._failed(step, error)
 

@@ -23,10 +23,9 @@ import json
 import logging
 import os
 import re
-import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,11 @@ _STEP = re.compile(r"0|[1-9][0-9]*")
 _STAMP = "_CHECKPOINT_METADATA"
 
 _logger = logging.getLogger("jaxtrain")
+
+
+def is_step(name: str) -> bool:
+    """Whether an entry of a directory of checkpoints is named like a step."""
+    return _STEP.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +161,7 @@ def locate(path: str | os.PathLike[str], option: str) -> tuple[Path, int | None]
         )
     if (given / "checkpoints").is_dir():
         return given / "checkpoints", None
-    if _STEP.fullmatch(given.name) and (given / MANIFEST).is_file():
+    if is_step(given.name) and (given / MANIFEST).is_file():
         return given.parent, int(given.name)
     if not scan(given).whole:
         raise CheckpointError(
@@ -249,7 +253,7 @@ def scan(directory: Path) -> Scan:
             f"checkpoints in {directory} cannot be listed: {error.strerror}."
         ) from error
     for entry in entries:
-        if _STEP.fullmatch(entry.name.removesuffix(UNFINISHED)) and entry.is_dir():
+        if is_step(entry.name.removesuffix(UNFINISHED)) and entry.is_dir():
             if entry.name.endswith(UNFINISHED):
                 unfinished.append(entry.name)
                 continue
@@ -326,46 +330,3 @@ class CheckpointDirectory:
                 f"checkpoint step {step} in {self.directory} cannot be read: file {name}: "
                 f"{cause(error)}."
             ) from error
-
-
-# Keeping and deleting
-
-
-def steps_to_delete(steps: Iterable[int], *, keep_last: int, keep_every_steps: int) -> list[int]:
-    """Which of a run's whole steps go: all but the newest and the ones kept for good."""
-    steps = sorted(steps)
-    newest = set(steps[-keep_last:])
-    return [
-        step
-        for step in steps
-        if step not in newest and not (keep_every_steps and step % keep_every_steps == 0)
-    ]
-
-
-def mark_for_deletion(directory: Path, step: int) -> Path:
-    """Takes a step its name, so that no kill while it is deleted leaves half a step."""
-    doomed = directory / f"{step}{DELETING}"
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(directory / str(step), doomed)
-    return doomed
-
-
-def set_aside(directory: Path, step: int) -> Path:
-    """Renames a damaged step that is in the way; what it holds is left to its owner."""
-    target = directory / f"{step}{BROKEN}"
-    count = 1
-    while os.path.lexists(target):
-        count += 1
-        target = directory / f"{step}{BROKEN}-{count}"
-    os.rename(directory / str(step), target)
-    return target
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Deletes what interrupted saves and interrupted deletions of steps left behind."""
-    for entry in sorted(directory.iterdir()):
-        for suffix in (UNFINISHED, DELETING):
-            name = entry.name.removesuffix(suffix)
-            if entry.name != name and _STEP.fullmatch(name) and entry.is_dir():
-                _logger.info("deleting %s, left by a run that was interrupted", entry)
-                shutil.rmtree(entry, ignore_errors=True)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import checkpoint
 from jaxtrain import checkpoint_files as files
+from jaxtrain import checkpoint_keep as keep
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.checkpoint_sums import first_damaged
 from jaxtrain.errors import CheckpointError, ConfigError
@@ -464,10 +465,10 @@ def test_kill_9_at_ten_moments_of_a_save_or_restore(tmp_path):
 
 def test_steps_to_delete():
     steps = [5, 10, 12, 15, 20, 22]
-    assert files.steps_to_delete(steps, keep_last=2, keep_every_steps=0) == [5, 10, 12, 15]
-    assert files.steps_to_delete(steps, keep_last=1, keep_every_steps=10) == [5, 12, 15]
-    assert files.steps_to_delete(steps, keep_last=9, keep_every_steps=0) == []
-    assert files.steps_to_delete([], keep_last=1, keep_every_steps=5) == []
+    assert keep.steps_to_delete(steps, keep_last=2, keep_every_steps=0) == [5, 10, 12, 15]
+    assert keep.steps_to_delete(steps, keep_last=1, keep_every_steps=10) == [5, 12, 15]
+    assert keep.steps_to_delete(steps, keep_last=9, keep_every_steps=0) == []
+    assert keep.steps_to_delete([], keep_last=1, keep_every_steps=5) == []
 
 
 def test_the_keep_policy_keeps_the_newest_and_every_nth(tmp_path):
@@ -612,7 +613,7 @@ def test_an_old_step_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, 
         raise PermissionError(1, "Operation not permitted", str(directory / str(step)))
 
     save(checkpointer := Checkpointer(tmp_path, keep_last=1), 1)
-    monkeypatch.setattr(files, "mark_for_deletion", fail)
+    monkeypatch.setattr(keep, "mark_for_deletion", fail)
     save(checkpointer, 2)
     checkpointer.close()
     assert "step 1 could not be deleted: Operation not permitted" in caplog.text
