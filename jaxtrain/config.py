@@ -271,7 +271,8 @@ class RunConfig(Config):
     mesh: str = _free(
         "fsdp:-1",
         group=_DEVICES,
-        help="sizes of the axes data, fsdp, tensor, e.g. data:2,fsdp:-1; -1: the devices left",
+        help="sizes of the axes data, fsdp, tensor, e.g. data:2,fsdp:-1; -1: the devices left; "
+        "auto: the fastest that fits",
     )
     allow_replicated: float = _free(
         0.02,

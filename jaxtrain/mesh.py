@@ -43,6 +43,11 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         ConfigError: for anything but known axis names, once each, with sizes.
     """
+    if text == AUTO:
+        raise ConfigError(
+            f"mesh={AUTO} is searched for by scripts that start with jaxtrain.main; name a mesh"
+            f" here, such as data:2,fsdp:4"
+        )
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, colon, size = (piece.strip() for piece in part.partition(":"))

@@ -14,7 +14,7 @@ from jaxtrain import ConfigError, RunConfig
 from jaxtrain.data.sources import ArrayDataset
 from jaxtrain.losses import lm_loss
 from jaxtrain.main import Experiment
-from jaxtrain.mesh import format_sizes
+from jaxtrain.mesh import format_sizes, parse_mesh
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.plan import commands, cost, search, work
 from jaxtrain.plan.analytic import Analysis, Candidate, is_nested, meshes, micro_batches
@@ -369,3 +369,8 @@ def test_meshes_of_tpus_lie_on_their_torus():
     planner = Planner(build, run, parse_target("tpu-v5p:4x4x8"))
     with pytest.raises(ConfigError, match=r"mesh=data:2,fsdp:64 cannot .* torus of 4x4x8"):
         planner.mesh(config(mesh="data:2,fsdp:64"))
+
+
+def test_a_mesh_that_nobody_searches_for_is_an_error():
+    with pytest.raises(ConfigError, match="mesh=auto is searched for by scripts that start with"):
+        parse_mesh("auto")
