@@ -300,7 +300,8 @@ def fit(
                         progress.note(f"evaluating all {evaluation.num_batches} batches")
                     progress.status("evaluating")
                     max_batches = 0 if is_end else config.eval_batches * config.accumulate_steps
-                    found, failure = evaluation.attempt(state, max_batches, agreement, guard)
+                    refuse = functools.partial(guard.refuse_evaluation, step)
+                    found, failure = evaluation.attempt(state, max_batches, agreement, refuse)
                     if found is not None:
                         eval_metrics, evaluated_step = found, step
                         record = {"step": step, "eval": True, **found}
@@ -469,7 +470,11 @@ class Evaluation:
         return means | {"eval_seconds": time.perf_counter() - begin}
 
     def attempt(
-        self, state: TrainState, max_batches: int, agreement: Agreement, guard: NonFiniteGuard
+        self,
+        state: TrainState,
+        max_batches: int,
+        agreement: Agreement,
+        refuse: Callable[[Mapping[str, float]], Exception | None],
     ) -> tuple[dict[str, float] | None, Exception | None]:
         """(what `run` returns, None), or (None, the error to end with when the state is saved)."""
         try:
@@ -478,7 +483,7 @@ class Evaluation:
             if not agreement.is_alone:
                 raise  # the others may be waiting for this process, which can save nothing alone
             return None, error
-        failure = None if found is None else guard.refuse_evaluation(int(state.step), found)
+        failure = None if found is None else refuse(found)
         return (found if failure is None else None), failure
 
     def _run(
