@@ -61,6 +61,13 @@ def first_failure(error: Exception | None) -> Exception | None:
     return None
 
 
+def largest(value: int) -> int:
+    """The largest of the values that the processes give."""
+    from jax.experimental import multihost_utils  # here and below: only where there are others
+
+    return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+
+
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """The block either succeeds on all processes, or raises on all; no process waits inside."""
@@ -80,7 +87,7 @@ def from_primary[T](make: Callable[[], T]) -> T:
     """What `make` returns, or raises, on process 0, on all processes; the others do not call it."""
     if jax.process_count() == 1:
         return make()
-    from jax.experimental import multihost_utils  # here and below: only where there are others
+    from jax.experimental import multihost_utils
 
     packed, failure = b"", None
     if jax.process_index() == 0:
@@ -224,8 +231,15 @@ class Agreement:
                 self._failure = error
         return otherwise
 
-    def each[T](self, items: Iterable[T], count: int) -> Iterator[T]:
+    def each[T](
+        self, items: Iterable[T], count: int, stand_in: Callable[[T, int], T]
+    ) -> Iterator[T]:
         """Yields `count` items of an evaluation, whose steps are `noted` one by one.
+
+        Args:
+            items: that many.
+            count: how many.
+            stand_in: (the first item, number) -> what stands for an item that could not be read.
 
         Raises:
             ToldToStop: on all processes at the same item.
@@ -235,10 +249,10 @@ class Agreement:
             yield from self._each_alone(iterator)
             return
         with together():
-            item = next(iterator)
+            item = first = next(iterator)
         for number in range(count):
             if number:
-                item = self.attempt(functools.partial(next, iterator), item)
+                item = self.attempt(functools.partial(next, iterator), stand_in(first, number))
             # The step before the last one is done by now: nobody waits for it.
             if len(self._pending) > 1:
                 self.learn(int(self._pending.popleft()))

@@ -39,7 +39,7 @@ import numpy as np
 
 from jaxtrain import checkpoint_files as files
 from jaxtrain import checkpoint_keep as keep
-from jaxtrain.agreement import together
+from jaxtrain.agreement import first_failure, largest, together
 from jaxtrain.checkpoint_sums import first_damaged, sync_directory
 from jaxtrain.checkpoint_tree import (
     describe,
@@ -56,6 +56,12 @@ _logger = logging.getLogger("jaxtrain")
 # A replicated array is divided among its replicas for writing only if each gets this much: every
 # division costs a compilation and a copy.
 _MIN_REPLICA_SLICE_BYTES = 64 * 2**20
+
+
+# A save as the processes tell each other of it, and how often they do when they wait for it.
+_WRITTEN, _WRITING, _FAILED = range(3)
+_POLL_SECONDS = 0.05
+_LEAVE_SECONDS = 60.0
 
 
 class Checkpointer(files.CheckpointDirectory):
@@ -157,7 +163,7 @@ class Checkpointer(files.CheckpointDirectory):
     def wait(self) -> None:
         """Waits until the save in flight is committed, and sees that it is there."""
         if self._thread is not None:
-            self._thread.join()
+            self._join(self._thread)
             self._thread = None
         self.check()
         if self._committed is not None and _is_primary():
@@ -180,6 +186,15 @@ class Checkpointer(files.CheckpointDirectory):
                     with contextlib.suppress(Exception):
                         end()
                 self._manager = None
+
+    def leave(self, kind: Any, error: BaseException | None, stack: Any) -> None:
+        """Closes at the end of a `with` block, where the last save may have failed elsewhere."""
+        del kind, stack
+        if error is None or jax.process_count() == 1:
+            self.close()
+        elif self._thread is not None and not isinstance(error, CheckpointError):
+            # The others write their parts of it, if they are there; what ends this process waits.
+            self._thread.join(_LEAVE_SECONDS)
 
     def delete(self, steps: Iterable[int]) -> None:
         """Deletes whole steps of this directory, whichever run wrote them."""
@@ -271,6 +286,22 @@ class Checkpointer(files.CheckpointDirectory):
                 f"{f'file {name}: ' if name else ''}{reason}."
             )
 
+    def _join(self, thread: threading.Thread) -> None:
+        """Waits until the save in flight ends on all processes, or fails on one."""
+        if jax.process_count() == 1:
+            thread.join()
+            return
+        worst = _WRITING
+        while worst == _WRITING:
+            thread.join(_POLL_SECONDS)
+            state = _WRITING if thread.is_alive() else _WRITTEN
+            worst = largest(state if self._failure is None else _FAILED)
+        if worst == _FAILED:
+            self._is_reported = True
+            failure = first_failure(self._failure)
+            assert failure is not None
+            raise failure
+
     def _make_way(self, step: int) -> None:
         """Moves a damaged directory out of the way of a save; a whole step is not written over."""
         if not _is_primary() or not os.path.lexists(self.directory / str(step)):
@@ -320,8 +351,13 @@ class Checkpointer(files.CheckpointDirectory):
         assert self._writing is not None
         step, arrays = self._writing
         path = self.directory / f"{step}{files.UNFINISHED}"
-        files.write_manifest(path, step=step, run=self._run, arrays=arrays)
-        _commit_started(step)
+        try:
+            files.write_manifest(path, step=step, run=self._run, arrays=arrays)
+            _commit_started(step)
+        except Exception as error:
+            # With several processes orbax tells it only after minutes, in which it waits for them.
+            self._failure = self._failed(step, error)
+            raise
 
     def _finish(self, step: int) -> None:
         """Follows a save to its end, in a thread of its own."""

@@ -38,8 +38,10 @@ _logger = logging.getLogger("jaxtrain")
 HEARTBEAT_SECONDS = 60
 """After so long JAX's own service ends a run that lost a process, with SIGABRT. It is the last
 resort: whoever watches the processes has to be faster."""
-SHUTDOWN_SECONDS = 10
-"""How long a process that leaves waits in JAX for the others."""
+SHUTDOWN_SECONDS = 60
+"""How long JAX's service waits for the others when a process leaves; then it aborts all."""
+LEAVE_SECONDS = 10
+"""How long a process that leaves after an error waits for the others, which may have it too."""
 _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket closed|[Hh]eartbeat|UNAVAILABLE"
     r"|NCCL|[Pp]eer|coordination service"
@@ -165,26 +167,29 @@ def wait_for_all() -> None:
         multihost_utils.sync_global_devices("done")
 
 
-def leave() -> None:
+def leave(*, is_orderly: bool = True) -> None:
     """Leaves the run, with all the others, which must do the same; harmless if it was not joined.
 
-    Nobody waits for longer than SHUTDOWN_SECONDS, and some seconds, for processes that are gone.
+    Args:
+        is_orderly: False after an error, when others may never come: they are waited for
+            LEAVE_SECONDS only. End the process then, before JAX does.
     """
     global _joined
     if cluster() is None:
         return
     _joined = None
-    # It may not come back when a peer is gone.
+    if is_orderly:
+        jax.distributed.shutdown()
+        return
     thread = threading.Thread(target=_shutdown, name="leave", daemon=True)
     thread.start()
-    thread.join(SHUTDOWN_SECONDS + 2)
+    thread.join(LEAVE_SECONDS)
 
 
 def _shutdown() -> None:
-    try:
+    # Whatever it meets, the error that ends the process has been said.
+    with contextlib.suppress(RuntimeError):
         jax.distributed.shutdown()
-    except RuntimeError as error:
-        _logger.warning("the processes did not leave together: %s", str(error).partition("\n")[0])
 
 
 def explain(error: BaseException) -> BaseException:

@@ -176,7 +176,7 @@ def fit(
         checkpointer, start = resume.begin(
             config, program.abstract, init=init, data_fingerprint=fingerprint
         )
-        stack.callback(checkpointer.close)
+        stack.push(checkpointer.leave)
         if tx is not None and start.step:
             _logger.info("the optimizer is your own: changes to it are not seen")
         evaluated_step = max(
@@ -434,6 +434,7 @@ class Evaluation:
     ) -> None:
         self._step = make_eval_step(model, loss_fn, mesh, rules)
         self.num_batches = -(-len(data) // batch_size)
+        self._num_rows, self._batch_size = len(data), batch_size
         self._compiled: CompiledStep | None = None
         self._batches = functools.partial(
             eval_batches, data, mesh, rules=rules, batch_size=batch_size
@@ -460,7 +461,7 @@ class Evaluation:
                 continue
             with contextlib.closing(self._batches(max_batches=max_batches)) as batches:
                 try:
-                    each = agreement.each(batches, num_batches)
+                    each = agreement.each(batches, num_batches, self._stand_in)
                     found = evaluate(step, params, state.model_state, each)
                 except ToldToStop:
                     return None
@@ -485,6 +486,10 @@ class Evaluation:
             return None, error
         failure = None if found is None else refuse(found)
         return (found if failure is None else None), failure
+
+    def _stand_in(self, first: tuple[Any, int], number: int) -> tuple[Any, int]:
+        """A batch with as many true rows as the one of that number, so that no step differs."""
+        return first[0], min(self._batch_size, self._num_rows - number * self._batch_size)
 
     def _run(
         self, agreement: Agreement, params: Any, model_state: Any, batch: Mapping[str, jax.Array]

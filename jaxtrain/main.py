@@ -165,7 +165,7 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     except BaseException as error:
         # What is left of JAX waits for processes that may never come: nothing is taken down.
         code = _report(distributed.explain(error))
-        distributed.leave()
+        distributed.leave(is_orderly=False)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

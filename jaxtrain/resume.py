@@ -124,7 +124,7 @@ class NoCheckpoints:
     def wait(self) -> None:
         """Nothing is in flight."""
 
-    def close(self) -> None:
+    def leave(self, kind: Any, error: BaseException | None, stack: Any) -> None:
         """Nothing is open."""
 
 

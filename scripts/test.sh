@@ -14,4 +14,4 @@ ruff check .
 ruff format --check .
 pyright
 # Two workers: one compiles while the other runs. loadscope keeps a module's fixtures together.
-exec pytest -q -n 2 --dist loadscope -m "not long and not cluster" --durations=15
+exec pytest -q -n 2 --dist loadscope -m "not long" --durations=15

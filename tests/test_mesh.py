@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from jaxtrain import mesh as mesh_module
 from jaxtrain.errors import ConfigError
 from jaxtrain.mesh import (
     AXES,
@@ -27,6 +28,7 @@ class FakeDevice:
     id: int
     process_index: int
     platform: str = "gpu"
+    device_kind: str = "no GPU"
 
 
 def fake_nodes(num_nodes: int, per_node: int) -> list[FakeDevice]:
@@ -156,3 +158,45 @@ def test_uneven_nodes_and_no_devices_are_refused():
         make_mesh("data:3", devices=uneven)  # pyright: ignore
     with pytest.raises(ConfigError, match="at least one device"):
         make_mesh("data:1", devices=[])
+
+
+# Nodes of several processes
+
+
+@pytest.fixture
+def cyclic(monkeypatch):
+    """Four processes of two devices, dealt to two nodes like cards."""
+    monkeypatch.setattr(mesh_module, "node_names", lambda: ("a", "b", "a", "b"))
+    return fake_nodes(4, 2)
+
+
+def test_the_unit_is_the_node_and_not_the_process(cyclic):
+    mesh = make_mesh("fsdp:2,tensor:4", devices=cyclic)  # pyright: ignore
+    processes = [[device.process_index for device in row] for row in mesh.devices[0]]
+    assert processes == [[0, 0, 2, 2], [1, 1, 3, 3]]
+    assert describe_mesh(mesh).endswith(
+        "of 2 nodes (fsdp 2 across x 1 inside, tensor 1 across x 4 inside)"
+    )
+
+
+def test_processes_of_one_node_are_no_nodes(monkeypatch):
+    monkeypatch.setattr(mesh_module, "node_names", lambda: ("a", "a"))
+    mesh = make_mesh("tensor:4", devices=fake_nodes(2, 2))  # pyright: ignore
+    assert describe_mesh(mesh) == "mesh tensor:4 on 4 gpu devices of 2 processes on one node"
+
+
+def test_nodes_with_other_numbers_of_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(mesh_module, "node_names", lambda: ("a", "a", "b"))
+    with pytest.raises(ConfigError, match=r"every node must bring .* \(node a: 4, node b: 2\)"):
+        make_mesh("data:6", devices=fake_nodes(3, 2))  # pyright: ignore
+
+
+def test_an_axis_across_nodes_inside_of_one_that_is_not_is_refused():
+    with pytest.raises(ConfigError) as error:
+        make_mesh("data:4,fsdp:3", devices=fake_nodes(3, 4))  # pyright: ignore
+    text = str(error.value)
+    assert "mesh=data:4,fsdp:3 does not fit 3 nodes of 4 devices: fsdp would go across" in text
+    sizes = text.partition("sizes that work: ")[2].split(" or ")
+    assert "data:3,fsdp:4" in sizes
+    for size in sizes:
+        make_mesh(size, devices=fake_nodes(3, 4))  # pyright: ignore
