@@ -1,5 +1,6 @@
 """What fails on one process fails, or is mended, on all of them, and all say why."""
 
+import os
 import shutil
 
 import looping
@@ -7,6 +8,8 @@ import pytest
 from clusters import TOY, finished, flags_of
 
 from jaxtrain import ExitCode
+from jaxtrain.checkpoint_files import read_manifest
+from jaxtrain.run_lock import hold
 
 WORDS = ["--mesh=data:-1", "--num_cpu_devices=1"]
 
@@ -78,6 +81,27 @@ def test_a_checkpoint_that_one_cannot_read_is_left_by_all(tmp_path, whole):
     assert [record["step"] for record in looping.train_records(tmp_path)] == list(range(1, 13))
     assert looping.saved_steps(tmp_path) == [5, 10, 12]
     assert (tmp_path / "checkpoints" / "10.broken").is_dir()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_damage_that_one_finds_in_its_share_of_the_files_is_damage_to_all(tmp_path, whole, place):
+    """The files are shared by size: process 0 compares the largest, process 1 the next."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    step = tmp_path / "checkpoints" / "10"
+    sizes = read_manifest(step).files
+    name = sorted(sizes, key=lambda name: (-sizes[name], name))[place]
+    (step / name).write_bytes(bytes(sizes[name]))
+    codes, outputs = run(tmp_path, "--num_steps=12")
+    assert codes == [0, 0], "\n".join(outputs)
+    assert f"file {name}: its bytes are not those that were written" in outputs[0]
+    assert "resumed from step 5 of 12" in outputs[0]
+    assert (tmp_path / "checkpoints" / "10.broken").is_dir()
+
+
+def test_a_directory_in_use_is_refused_by_all(tmp_path):
+    with hold(str(tmp_path)):
+        codes, outputs = run(tmp_path)
+    assert_all_end(codes, outputs, ExitCode.UNUSABLE, f"is in use by process {os.getpid()} on")
 
 
 def test_processes_with_other_flags_are_refused(tmp_path):
