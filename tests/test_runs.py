@@ -51,13 +51,14 @@ def lm_config(workdir):
 
 
 def snapshot(directory):
-    """Path -> (size, time of the last change, content) of everything below a directory."""
+    """Path -> (time of the last change, content) of all below a directory but the lock."""
     return {
         str(path.relative_to(directory)): (
             path.stat().st_mtime_ns,
             path.read_bytes() if path.is_file() else None,
         )
         for path in directory.rglob("*")
+        if path.name != ".lock"
     }
 
 
