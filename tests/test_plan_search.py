@@ -16,7 +16,7 @@ from jaxtrain.losses import lm_loss
 from jaxtrain.main import Experiment
 from jaxtrain.mesh import format_sizes, parse_mesh
 from jaxtrain.models.transformer import TransformerConfig, transformer
-from jaxtrain.plan import commands, cost, search, work
+from jaxtrain.plan import commands, cost, reasons, search, work
 from jaxtrain.plan.analytic import Analysis, Candidate, is_nested, meshes, micro_batches
 from jaxtrain.plan.planner import Planner
 from jaxtrain.plan.targets import parse_target
@@ -265,6 +265,37 @@ def test_slow_compilers_are_asked_less_often(monkeypatch):
     assert plan.min_hosts is None
 
 
+def test_the_smallest_is_compiled_before_all_is_refused(monkeypatch):
+    small_devices(monkeypatch, 4 * 10**6)
+    # Twenty times as much as is estimated, but for full remat on all of fsdp.
+    small = lambda run: run.mesh == "fsdp:8" and run.remat == "full"  # noqa: E731
+    needs = lambda _, run: (3 * 10**6 if small(run) else 2 * 10**7, 1.0, 0.0)  # noqa: E731
+    planner = FakePlanner("h100:1x8", config(), needs)
+    plan = search.Search(planner, config()).run()
+    assert plan.fits == any(mesh == "fsdp:8" and r == "full" for _, mesh, r, _ in planner.planned)
+    assert [ranked.fits for ranked in plan.ranking].count(True) == plan.fits
+
+
+def test_a_step_that_xla_cannot_compile_is_left_out(monkeypatch):
+    small_devices(monkeypatch, 10**9)
+
+    def needs(_, run):
+        if run.mesh == "fsdp:8":
+            raise ConfigError("XLA cannot compile this step")
+        return 10**5, 1.0, 0.0
+
+    planner = FakePlanner("h100:1x8", config(), needs)
+    plan = search.Search(planner, config()).run()
+    assert len(plan.ranking) == 3
+    assert all(ranked.flags[0] != "--mesh=fsdp:8" for ranked in plan.ranking)
+
+    def fails(*_):
+        raise ConfigError("XLA cannot compile this step")
+
+    with pytest.raises(ConfigError, match="XLA cannot compile"):
+        search.Search(FakePlanner("h100:1x8", config(), fails), config()).run()
+
+
 def test_the_smallest_number_of_hosts_is_confirmed_by_a_plan(monkeypatch):
     small_devices(monkeypatch, 4 * 10**6)
     needs = lambda target, _: (6_000_000 // target.num_hosts, 1.0, 0.0)  # noqa: E731
@@ -314,16 +345,16 @@ def test_kernels_and_remat_are_reasons_too():
     faster = dataclasses.replace(plan.prediction, kernel_seconds=1.0, step_seconds=1.0, phases={})
     best = dataclasses.replace(plan, fits=True, prediction=faster, communication={})
     other = dataclasses.replace(plan, fits=True, prediction=slower, communication={})
-    assert "2.00x slower: its kernels take 2.00 s, those of the fastest 1.00 s" in search.reason(
+    assert "2.00x slower: its kernels take 2.00 s, those of the fastest 1.00 s" in reasons.reason(
         other, best
     )
     again = dataclasses.replace(slower, phases={"remat": (0.9, 0.0)})
     flags = ("--mesh=", "", "--accumulate_steps=4", "--remat=dots")
     other = dataclasses.replace(other, prediction=again, flags=flags)
-    assert "fsdp:8 with 4 micro-batches and remat dots is 2.00x slower" in search.reason(
+    assert "fsdp:8 with 4 micro-batches and remat dots is 2.00x slower" in reasons.reason(
         other, best
     )
-    assert "it computes 900 ms of the forward pass again" in search.reason(other, best)
+    assert "it computes 900 ms of the forward pass again" in reasons.reason(other, best)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ from jax.sharding import AxisType
 from jaxtrain.compile import REMAT_POLICIES
 from jaxtrain.config import RunConfig
 from jaxtrain.errors import ConfigError
-from jaxtrain.mesh import factor_over_nodes, format_sizes
-from jaxtrain.plan.advice import Warned
 from jaxtrain.plan.analytic import Analysis, Candidate, Estimate
 from jaxtrain.plan.planner import Plan, Planner
+from jaxtrain.plan.reasons import reason, refusal
 from jaxtrain.plan.targets import Target, parse_target
-from jaxtrain.units import nbytes, seconds
+from jaxtrain.units import seconds
 
 _NUM_WANTED = 3
 """Compiled steps that fit, to choose among."""
@@ -33,7 +32,7 @@ _NUM_LIKE = 2
 """Steps of one mesh that are compiled at most: the next best mesh is to be seen too."""
 _NUM_CONFIRMED = 3
 """Steps that are compiled at most to find the smallest number of hosts."""
-_SECONDS = 360.0
+_SECONDS = 420.0
 """After so long no compilation is begun that is not needed; that of the last one is counted in."""
 _NUM_LISTED = 20
 """Estimates that the plan keeps, the fastest."""
@@ -70,6 +69,7 @@ class Search:
         # Compiled over estimated, of the last program that was alike: work bytes and time.
         self._corrections: dict[str, float] = {}
         self._slowness: dict[tuple[str, bool], float] = {}
+        self._failed: set[Candidate] = set()
         self._begin, self._last_seconds = time.monotonic(), 0.0
 
     def run(self) -> Plan:
@@ -83,7 +83,7 @@ class Search:
         if not estimates:
             raise ConfigError(self._no_mesh(target))
         compiled = self._compile_best(estimates)
-        compiled.sort(key=lambda c: (not c.plan.fits, c.plan.step_seconds or math.inf))
+        compiled.sort(key=_place)
         hosts, confirmed = self._min_hosts(compiled)
         ranked = [
             dataclasses.replace(c.plan, reason=reason(c.plan, compiled[0].plan), min_hosts=hosts)
@@ -91,7 +91,7 @@ class Search:
         ]
         best = ranked[0]
         if not best.fits:
-            best = dataclasses.replace(best, warnings=_refusal(best, hosts, confirmed))
+            best = dataclasses.replace(best, warnings=refusal(best, hosts, confirmed))
         listed = [e for e in estimates if self._fits(e, target)] or estimates
         return dataclasses.replace(
             best,
@@ -150,7 +150,13 @@ class Search:
             chosen = self._next(estimates, compiled)
             if chosen is None:
                 break
-            compiled.append(self._compile(self._planner, chosen))
+            try:
+                compiled.append(self._compile(self._planner, chosen))
+            except ConfigError as error:
+                _logger.warning("%s is left out: %s", chosen.candidate, error)
+                self._failed.add(chosen.candidate)
+                if not compiled and len(self._failed) == _NUM_LIKE:
+                    raise
         return compiled
 
     def _next(
@@ -159,7 +165,7 @@ class Search:
         """The fastest estimate that seems to fit and is unlike those that were compiled."""
         target = self._planner.target
         done = {(c.candidate.mesh, c.candidate.remat) for c in compiled if c.plan.fits}
-        tried = {c.candidate for c in compiled}
+        tried = {c.candidate for c in compiled} | self._failed
         meshes = [c.candidate.mesh for c in compiled]
         for estimate in sorted(estimates, key=self._seconds):
             candidate = estimate.candidate
@@ -167,7 +173,11 @@ class Search:
             if is_new and meshes.count(candidate.mesh) < _NUM_LIKE and self._fits(estimate, target):
                 return estimate
         smallest = min(estimates, key=lambda e: (self._bytes(e), e.step_seconds))
-        return None if any(c.plan.fits for c in compiled) or compiled else smallest
+        if done or smallest.candidate in tried:
+            return None
+        # Before a refusal the smallest is compiled, unless its state alone is too large.
+        is_hopeless = smallest.state_bytes > self._analysis.device_bytes(target)
+        return None if compiled and is_hopeless else smallest
 
     def _is_late(self) -> bool:
         """Whether one more compilation like the last would take too long."""
@@ -224,6 +234,14 @@ class Search:
         return (target.num_hosts, best) if best.fits else (None, None)
 
 
+def _place(compiled: _Compiled) -> tuple[bool, float]:
+    """What is ranked by: the fastest that fits, then what comes nearest to fitting."""
+    plan = compiled.plan
+    return not plan.fits, (plan.step_seconds or math.inf) if plan.fits else (
+        plan.peak_bytes_per_device
+    )
+
+
 def _kind(candidate: Candidate) -> tuple[str, bool]:
     """What decides how well communication hides, besides the mesh."""
     return candidate.remat, candidate.accumulate_steps > 1
@@ -258,98 +276,3 @@ def hosts_like(target: Target) -> Iterator[Target]:
         # 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4: the last of the smallest sizes doubles.
         index = max(i for i, size in enumerate(shape) if size == min(shape))
         shape[index] *= 2
-
-
-def reason(plan: Plan, best: Plan) -> str:
-    """Why a plan stands where it does in the ranking."""
-    name = _name(plan, best)
-    if not plan.fits:
-        largest = max(plan.memory, key=lambda key: plan.memory[key]).replace("_", " ")
-        return (
-            f"{name} does not fit: {nbytes(plan.peak_bytes_per_device)} of"
-            f" {nbytes(plan.device_bytes)}, most of it {largest}"
-        )
-    mine, other = plan.prediction, best.prediction
-    if mine is None or other is None:
-        return f"{name} fits"
-    if plan is best:
-        return (
-            f"{name} is the fastest: {seconds(mine.step_seconds)} a step,"
-            f" {seconds(mine.exposed_seconds)} of it waiting for communication"
-        )
-    ratio = mine.step_seconds / other.step_seconds
-    speed = "as fast" if ratio < 1.005 else f"{ratio:.2f}x slower"
-    return f"{name} is {speed}: {_cause(plan, best)}"
-
-
-def _name(plan: Plan, best: Plan) -> str:
-    """The mesh of a plan, and what else tells it apart from the best one."""
-    steps, remat = (flag.partition("=")[2] for flag in plan.choice[1:])
-    differs = [mine != other for mine, other in zip(plan.choice, best.choice, strict=True)]
-    more = [f"{steps} micro-batches"] * differs[1] + [f"remat {remat}"] * differs[2]
-    return format_sizes(plan.mesh) + (f" with {' and '.join(more)}" if more else "")
-
-
-def _cause(plan: Plan, best: Plan) -> str:
-    """What takes more time than in the best plan, the most expensive thing."""
-    mine, other = plan.prediction, best.prediction
-    if mine is None or other is None:
-        return ""
-    more: dict[str, float] = {"": mine.kernel_seconds - other.kernel_seconds}
-    for axis, spent in plan.communication.items():
-        before = best.communication.get(axis)
-        more[axis] = spent.exposed_seconds - (before.exposed_seconds if before else 0.0)
-    axis = max(more, key=lambda key: more[key])
-    if axis:
-        spent = plan.communication[axis]
-        return (
-            f"its {_what(axis)} {_where(plan, axis)}, {seconds(spent.seconds)}, do not hide behind"
-            f" {seconds(mine.kernel_seconds)} of compute: {seconds(spent.exposed_seconds)} are"
-            f" waited for"
-        )
-    again, before = (p.phases.get("remat", (0.0, 0.0))[0] for p in (mine, other))
-    if again - before > 0.5 * more[""]:
-        return (
-            f"it computes {seconds(again)} of the forward pass again, the fastest {seconds(before)}"
-        )
-    return (
-        f"its kernels take {seconds(mine.kernel_seconds)}, those of the fastest"
-        f" {seconds(other.kernel_seconds)}: matrix units {seconds(mine.matmul_seconds)} against"
-        f" {seconds(other.matmul_seconds)}, memory traffic {seconds(mine.memory_seconds)} against"
-        f" {seconds(other.memory_seconds)}"
-    )
-
-
-def _what(axis: str) -> str:
-    known = {
-        "fsdp": "gathers of parameters and scatters of gradients",
-        "data": "sums of gradients over data",
-        "tensor": "sums of activations over tensor",
-    }
-    return known.get(axis, f"collectives over {axis}")
-
-
-def _where(plan: Plan, axis: str) -> str:
-    factors = factor_over_nodes(plan.mesh, plan.devices_per_host)
-    across = any(factors[name][0] > 1 for name in axis.split("+") if name in factors)
-    return "between nodes" if across else "inside a node"
-
-
-def _refusal(best: Plan, hosts: int | None, confirmed: Plan | None) -> tuple[Warned, ...]:
-    text = (
-        f"no mesh fits: the smallest step needs {nbytes(best.peak_bytes_per_device)} per device,"
-        f" and {nbytes(best.device_bytes)} are there ({best.device_text})"
-    )
-    if hosts is None or confirmed is None:
-        text += (
-            "; no larger number of hosts was found that does: use a larger batch, so that more"
-            " devices can share it, or shorter rows"
-        )
-    else:
-        flags = " ".join(confirmed.choice)
-        text += (
-            f"; it needs at least {hosts} hosts of {best.devices_per_host} such devices"
-            f" (--plan={confirmed.target} {flags})"
-        )
-    rest = [warned for warned in best.warnings if warned.kind != "does_not_fit"]
-    return (Warned("does_not_fit", text), *rest)
