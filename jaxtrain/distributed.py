@@ -285,7 +285,10 @@ def check_together(everybody: Sequence[Mapping[str, Any]]) -> None:
     counts = collections.Counter(who["node"] for who in everybody)
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{node}: {count}" for node, count in sorted(counts.items()))
-        raise ConfigError(f"every node must run the same number of processes ({listed})")
+        raise ConfigError(
+            f"every node must run the same number of processes ({listed}); with Slurm give"
+            f" --ntasks-per-node"
+        )
 
 
 def _place_on_node(decision: Decision, members: Sequence[Member]) -> tuple[int, int]:
