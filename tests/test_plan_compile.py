@@ -342,7 +342,10 @@ def test_a_plan_from_the_command_line(tmp_path):
     assert plan["mesh"]["fsdp"] == 4
     assert "plan for cpu:4" in out
     assert not [line for line in err.splitlines() if not line.startswith("20")], err
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["plan.json"]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        "plan.html",
+        "plan.json",
+    ]
 
 
 @pytest.mark.parametrize(
