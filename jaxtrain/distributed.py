@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.config import versions
-from jaxtrain.errors import ConfigError, PeerError
+from jaxtrain.errors import CheckpointError, ConfigError, PeerError
 from jaxtrain.host import accelerators, num_installed_gpus
 from jaxtrain.launch import meeting
 from jaxtrain.launch.decision import Decision, parse_address
@@ -195,7 +195,9 @@ def _shutdown() -> None:
 def explain(error: BaseException) -> BaseException:
     """The error, or a `PeerError` where JAX lost the connection to another process."""
     text = str(error)
-    if isinstance(error, jax.errors.JaxRuntimeError) and _LOST_PEER.search(text):
+    is_lost = isinstance(error, jax.errors.JaxRuntimeError) and _LOST_PEER.search(text)
+    # orbax waits for the others as well, and its errors become ours.
+    if is_lost or (isinstance(error, CheckpointError) and re.search("Gloo|NCCL", text)):
         return PeerError(
             f"another process was lost ({text.partition(chr(10))[0][:200]}); its own log says why."
             f" The last committed checkpoint stands"

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from jaxtrain import flags
 from jaxtrain.config import Config, RunConfig, record_reads, summary
-from jaxtrain.errors import ConfigError, ExitCode, JaxtrainError
+from jaxtrain.errors import ConfigError, ExitCode, JaxtrainError, PeerError
 from jaxtrain.host import restart_with_huge_pages
 from jaxtrain.preemption import leaving
 from jaxtrain.progress import setup_logging
@@ -164,8 +164,10 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
         distributed.wait_for_all()
     except BaseException as error:
         # What is left of JAX waits for processes that may never come: nothing is taken down.
-        code = _report(distributed.explain(error))
-        distributed.leave(is_orderly=False)
+        error = distributed.explain(error)
+        code = _report(error)
+        if not isinstance(error, PeerError):
+            distributed.leave(is_orderly=False)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

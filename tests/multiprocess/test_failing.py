@@ -5,7 +5,7 @@ import shutil
 
 import looping
 import pytest
-from clusters import TOY, finished, flags_of
+from clusters import TOY, finished, flags_of, started
 
 from jaxtrain import ExitCode
 from jaxtrain.checkpoint_files import read_manifest
@@ -122,3 +122,13 @@ def test_a_save_that_fails_on_process_0_ends_all(tmp_path):
     codes, outputs = run(tmp_path, at=("commit_started 1 fail", ""))
     assert_all_end(codes, outputs[:1], ExitCode.UNUSABLE, "checkpoint step 5 could not be written")
     assert looping.saved_steps(tmp_path) == []
+
+
+def test_a_process_that_is_killed_ends_the_others_with_76(tmp_path):
+    words = ["--num_steps=1000000", "--checkpoint.every_steps=50", "--eval_every_steps=0"]
+    with started(tmp_path, *WORDS, *words, num_processes=2, script=TOY) as (zero, one):
+        zero.wait_for("checkpoint 50 committed")
+        one.process.kill()
+        assert zero.end() == ExitCode.PEER_LOST, zero.output
+    assert "error: another process was lost" in zero.output
+    assert looping.saved_steps(tmp_path)
