@@ -12,9 +12,11 @@ from planning import MACHINE
 
 from jaxtrain import ConfigError, RunConfig
 from jaxtrain.data.sources import ArrayDataset
-from jaxtrain.losses import lm_loss
+from jaxtrain.losses import classification_loss, lm_loss
 from jaxtrain.main import Experiment
 from jaxtrain.mesh import format_sizes, parse_mesh
+from jaxtrain.models.convnet import convnet
+from jaxtrain.models.convnet_config import ConvNetConfig
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.plan import commands, cost, reasons, search, work
 from jaxtrain.plan.analytic import Analysis, Candidate, is_nested, meshes, micro_batches
@@ -159,6 +161,23 @@ def test_operations_of_a_traced_row_are_those_of_the_compiled_step(analysis):
     flops = row_flops(experiment, program.abstract, mesh)
     counted = planner.plan(run).flops_per_device
     assert 4 * sum(flops.values()) == pytest.approx(counted, rel=0.02)
+
+
+def test_models_with_state_and_convolutions_are_estimated_too():
+    model = convnet(ConvNetConfig())
+    data = ArrayDataset(
+        {"image": np.zeros((4, 8, 8, 1), np.float32), "label": np.zeros(4, np.int32),
+         "loss_mask": np.ones(4, np.float32)}
+    )  # fmt: skip
+    experiment = Experiment(model=model, loss_fn=classification_loss(), train_data=data)
+    planner = Planner(lambda _: experiment, config())
+    analysis = Analysis(planner, config())
+    (kind, dtype), count = max(analysis.flops("none").items(), key=lambda item: item[1])
+    assert (kind, dtype) == ("convolution", "f32")
+    assert count > 0
+    assert analysis.residuals("none", False).whole_bytes > 8 * 8 * 16 * 4
+    sizes = {tuple(dict(c.mesh).values()) for c in analysis.candidates(planner.target, ("none",))}
+    assert sizes == {(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1)}
 
 
 def test_full_remat_keeps_the_input_of_each_layer(analysis):

@@ -54,11 +54,13 @@ def residuals_of(
         mesh: of one device, or of the fewest that `tensor` can split: then the residuals are
             those of split layers.
     """
-    loss, batches = _loss(experiment, state, mesh), _batches(experiment, mesh)
+    loss, batches = _loss(experiment, mesh), _batches(experiment, mesh)
+
+    def residuals(params: Any, model_state: Any, batch: Any) -> Any:
+        return jax.vjp(lambda params: loss(params, model_state, batch), params)[1]
+
     kept = [
-        jax.tree.leaves(
-            jax.eval_shape(lambda p, b: jax.vjp(lambda p: loss(p, b), p)[1], state.params, batch)
-        )
+        jax.tree.leaves(jax.eval_shape(residuals, state.params, state.model_state, batch))
         for batch in batches
     ]
     split_sizes = _split_sizes(params, experiment.rules)
@@ -78,19 +80,18 @@ def row_flops(
     experiment: Experiment, state: TrainState, mesh: Mesh
 ) -> dict[tuple[str, str], float]:
     """(kind, dtype as HLO spells it) -> operations on matrix units of one row, remat included."""
-    loss, (batch, _) = _loss(experiment, state, mesh), _batches(experiment, mesh)
-    program = jax.make_jaxpr(jax.grad(loss))(state.params, batch)
+    loss, (batch, _) = _loss(experiment, mesh), _batches(experiment, mesh)
+    program = jax.make_jaxpr(jax.grad(loss))(state.params, state.model_state, batch)
     return {key: count / _ROWS[0] for key, count in flops_of(program.jaxpr).items()}
 
 
-def _loss(experiment: Experiment, state: TrainState, mesh: Mesh) -> Callable[..., jax.Array]:
+def _loss(experiment: Experiment, mesh: Mesh) -> Callable[..., jax.Array]:
     model, rules = as_model(experiment.model), experiment.rules
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params: Any, model_state: Any, batch: Any) -> jax.Array:
         with use_rules(mesh, rules):
-            outputs, _ = model.apply(
-                params, state.model_state, batch, key=jax.random.key(0), train=True
-            )
+            key = jax.random.key(0)
+            outputs, _ = model.apply(params, model_state, batch, key=key, train=True)
             return experiment.loss_fn(outputs, batch, params)["loss"][0]
 
     return loss
