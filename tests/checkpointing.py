@@ -3,6 +3,7 @@
 Shapes: B rows, D inputs, H hidden.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -159,7 +160,8 @@ def run(config: RunConfig, *, mesh: Mesh | None = None, stop_at: int = 0):
     """
     mesh = mesh or make_mesh(4, 2)
     checkpointer, start = resume.begin(config, abstract_state(mesh), init=lambda: init_state(mesh))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.push(checkpointer.leave)
         state = init_state(mesh) if start.state is None else start.state
         every, losses = config.checkpoint.every_steps, []
         for step in range(start.step + 1, config.num_steps + 1):
@@ -170,8 +172,6 @@ def run(config: RunConfig, *, mesh: Mesh | None = None, stop_at: int = 0):
             losses.append(loss)
             if step == config.num_steps or (every and step % every == 0):
                 checkpointer.save(step, state, start.record(config, step))
-    finally:
-        checkpointer.close()
     return start, state, losses
 
 
