@@ -18,7 +18,7 @@ from jaxtrain.mesh import format_sizes, parse_mesh
 from jaxtrain.models.convnet import convnet
 from jaxtrain.models.convnet_config import ConvNetConfig
 from jaxtrain.models.transformer import TransformerConfig, transformer
-from jaxtrain.plan import commands, cost, reasons, search, work
+from jaxtrain.plan import commands, compile_target, cost, reasons, search, work
 from jaxtrain.plan.analytic import Analysis, Candidate, is_nested, meshes, micro_batches
 from jaxtrain.plan.planner import Planner
 from jaxtrain.plan.targets import parse_target
@@ -424,3 +424,17 @@ def test_meshes_of_tpus_lie_on_their_torus():
 def test_a_mesh_that_nobody_searches_for_is_an_error():
     with pytest.raises(ConfigError, match="mesh=auto is searched for by scripts that start with"):
         parse_mesh("auto")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Used 113.10G of 95.73G hbm. Exceeded hbm capacity",
+        "the total memory required for HLO temporaries (113.10G) exceeds available HBM (95.73G).",
+    ],
+)
+def test_the_messages_of_the_tpu_compiler_are_understood(message):
+    with pytest.raises(compile_target.DoesNotFit) as caught:
+        compile_target._refuse(parse_target("tpu-v5p:2x2x1"), RuntimeError(message), "", "", 1.0)
+    assert caught.value.needed_bytes == int(113.10 * 2**30)
+    assert caught.value.capacity_bytes == int(95.73 * 2**30)

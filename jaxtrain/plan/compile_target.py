@@ -28,8 +28,12 @@ _CUDA_PACKAGES = {
     "nvidia.cudnn": "nvidia-cudnn-cu12",
 }
 _MAX_SENTENCE = 400
-# "Used 63.80G of 30.75G hbm", by libtpu.
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# By libtpu: "Used 63.80G of 30.75G hbm", or "the total memory required for HLO temporaries
+# (113.10G) exceeds available HBM (95.73G)".
+_OUT_OF_MEMORY = re.compile(
+    r"(?:Used |HLO temporaries \()([\d.]+)([KMGT]?)\)? (?:of |exceeds available HBM \()"
+    r"([\d.]+)([KMGT]?)(?: hbm|\))"
+)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

@@ -225,10 +225,14 @@ class Search:
             # The fastest, where there is room.
             chosen = next((e for e in estimates if self._bytes(e) < _ROOM * has), chosen)
             _logger.info("does it fit %s?", other.describe())
-            plan = self._compile(self._planner.on(other), chosen).plan
-            if plan.fits:
-                return plan.num_hosts, plan
             num_tried += 1
+            try:
+                plan = self._compile(self._planner.on(other), chosen).plan
+            except ConfigError as error:
+                _logger.warning("%s on %s is left out: %s", chosen.candidate, other.text, error)
+            else:
+                if plan.fits:
+                    return plan.num_hosts, plan
             if num_tried == _NUM_CONFIRMED:
                 break
         return (target.num_hosts, best) if best.fits else (None, None)
