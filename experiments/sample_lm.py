@@ -4,6 +4,7 @@ python experiments/sample_lm.py --workdir=runs/lm --prompt="def main("
 """
 
 import dataclasses
+import logging
 
 from jaxtrain.config import Config, field
 from jaxtrain.errors import ConfigError
@@ -17,7 +18,7 @@ class SampleConfig(Config):
     workdir: str = field("runs/lm", help="directory of the run that trained the model")
     step: int = field(-1, minimum=-1, help="checkpoint to take; -1: the newest")
     prompt: str = field("import ", help="text to go on from")
-    num_tokens: int = field(200, unit="tokens", minimum=1, help="how much to generate")
+    num_tokens: int = field(100, unit="tokens", minimum=1, help="how much to generate")
     num_samples: int = field(1, minimum=1, help="how many continuations")
     temperature: float = field(0.8, minimum=0, help="divides the scores; 0: the likeliest token")
     top_k: int = field(0, unit="tokens", minimum=0, help="draw from the k likeliest; 0: from all")
@@ -39,6 +40,15 @@ def sample(config: SampleConfig) -> None:
     if not config.prompt:
         raise ConfigError("prompt is empty; give at least one character to go on from.")
     run = read_config(config.workdir, LmConfig)
+    length, practised = len(encode(config.prompt)) + config.num_tokens, run.data.sequence_length
+    if length > practised:
+        logging.getLogger("jaxtrain").warning(
+            "prompt and num_tokens=%d make %d tokens; the model was trained on %d at a time and has"
+            " not learned to go on after them",
+            config.num_tokens,
+            length,
+            practised,
+        )
     model = transformer(run.model, precision=run.precision)
     params = load_params(model, config.workdir, step=config.step)
     continuations = generate(

@@ -1,10 +1,14 @@
 """Trains a decoder-only language model on text.
 
 python experiments/train_lm.py --workdir=runs/lm
+
+The default, nano (918,656 parameters) on the source of Python's standard library, takes 500 steps:
+about 4 minutes on 2 cores, to a validation loss of 1.36 nats per byte.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 from jaxtrain.config import OptimizerConfig, RunConfig, field, override
 from jaxtrain.data.text import TextDataConfig
@@ -30,6 +34,8 @@ class LmConfig(RunConfig):
 
 def build(config: LmConfig) -> Experiment:
     """Makes model, loss and data. Heavy imports are here, so that --help answers at once."""
+    import jax
+
     from jaxtrain.data.text import text_datasets
     from jaxtrain.losses import lm_loss
     from jaxtrain.models.transformer import transformer
@@ -37,12 +43,24 @@ def build(config: LmConfig) -> Experiment:
     train_data, eval_data, info = text_datasets(config.data)
     info.check_vocabulary(config.model.vocab_size)
     model = transformer(config.model, precision=config.precision, remat=config.remat)
+    facts = info.facts(eval_data)
+
+    def compare(result: Any) -> None:
+        orders = [facts.get(f"validation_entropy_order_{order}") for order in (1, 2)]
+        loss = result.eval_metrics.get("loss")
+        if jax.process_index() == 0 and loss is not None and None not in orders:
+            print(
+                f"validation loss {loss:.3f} nats per byte; given one byte before, the same bytes "
+                f"have an entropy of {orders[0]:.3f}, given two of {orders[1]:.3f}"
+            )
+
     return Experiment(
         model=model,
         loss_fn=lm_loss(model, z_loss=config.z_loss),
         train_data=train_data,
         eval_data=eval_data,
-        describe=info.facts(eval_data),
+        describe=facts,
+        on_end=compare,
     )
 
 

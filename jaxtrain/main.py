@@ -193,7 +193,7 @@ def _run_joined[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> Ex
     with together():
         experiment = _build(build, config)
     for name, value in experiment.describe.items():
-        _logger.info("%s: %s", name, value)
+        _logger.info("%s: %s", name, f"{value:.4g}" if isinstance(value, float) else value)
     if config.mesh == AUTO:
         from jaxtrain.plan.commands import with_best_mesh
 

@@ -15,6 +15,6 @@ echo "quickstart: installing into .venv/ (about a minute the first time)"
 bash scripts/setup.sh
 .venv/bin/python experiments/train_lm.py --workdir="$workdir" "$@"
 if $is_training; then
-    .venv/bin/python experiments/sample_lm.py --workdir="$workdir" --prompt="def main(" --num_tokens=300
+    .venv/bin/python experiments/sample_lm.py --workdir="$workdir" --prompt="    def __init__(self, " --num_tokens=105
     echo "quickstart: the run is in $workdir: config.json, metrics.jsonl, checkpoints/, report.html"
 fi
