@@ -32,7 +32,8 @@ def _name(plan: Plan, best: Plan) -> str:
     """The mesh of a plan, and what else tells it apart from the best one."""
     steps, remat = (flag.partition("=")[2] for flag in plan.choice[1:])
     differs = [mine != other for mine, other in zip(plan.choice, best.choice, strict=True)]
-    more = [f"{steps} micro-batches"] * differs[1] + [f"remat {remat}"] * differs[2]
+    parts = f"{steps} micro-batch{'es' * (steps != '1')}"
+    more = [parts] * differs[1] + [f"remat {remat}"] * differs[2]
     return format_sizes(plan.mesh) + (f" with {' and '.join(more)}" if more else "")
 
 
