@@ -109,6 +109,8 @@ def run(name: str, *words: Any, num_devices: int = 8) -> Ended:
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(light_compilation())
+        for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+            os.environ.pop(variable, None)  # an earlier run of this process may have set it
         logger.addHandler(handler)
         stack.callback(logger.removeHandler, handler)
         try:

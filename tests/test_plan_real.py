@@ -18,7 +18,10 @@ from jaxtrain.plan import compile_target
 ROOT = Path(__file__).parents[1]
 FLAGS = ("--model=llama3.2-1b", "--model.num_layers=2", "--precision=bfloat16")
 # The TPU compiler takes a minute and more for wide layers.
-SMALL = ("--model.embed_dim=512", "--model.num_heads=4", "--model.mlp_dim=1024")
+SMALL = (
+    *("--model.embed_dim=512", "--model.num_heads=4", "--model.num_kv_heads=4"),
+    "--model.mlp_dim=1024",
+)
 has_cuda = all(map(compile_target._is_installed, compile_target._CUDA_PACKAGES))
 needs_cuda = pytest.mark.skipif(
     not has_cuda, reason="needs the extra plan; install it with `bash scripts/setup.sh plan`"
