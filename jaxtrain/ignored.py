@@ -7,7 +7,7 @@ __all__ = ["refuse_what_build_ignored", "refuse_what_fit_ignores"]
 
 # What only `jaxtrain.main` acts on, and what does the same without it.
 _MAINS = {
-    "evaluate": "jaxtrain.loop.evaluate_run",
+    "evaluate": "jaxtrain.evaluation.evaluate_run",
     "audit": "jaxtrain.audit",
     "plan": "jaxtrain.main.main",
 }

@@ -36,27 +36,25 @@ import optax
 from jax.sharding import Mesh
 
 from jaxtrain import checkpoint_files, preflight, resume, run_files, run_lock
-from jaxtrain.agreement import WISH, Agreement, ToldToStop, carrying_eval_step, together
+from jaxtrain.agreement import WISH, Agreement, together
 from jaxtrain.backend import configure_backend
-from jaxtrain.compile import CompiledStep, compile_step
+from jaxtrain.compile import CompiledStep
 from jaxtrain.config import RunConfig
-from jaxtrain.data.load import Loader, eval_batches
+from jaxtrain.data.load import Loader
 from jaxtrain.data.prefetch import Interrupted, interrupt
-from jaxtrain.data.sources import Dataset, as_dataset, require_rows
-from jaxtrain.errors import ConfigError
-from jaxtrain.evaluate import evaluate
+from jaxtrain.data.sources import as_dataset, require_rows
+from jaxtrain.evaluation import Evaluation
 from jaxtrain.ignored import refuse_what_fit_ignores
 from jaxtrain.mesh import describe_mesh, make_mesh
-from jaxtrain.metrics import Writer, encode
+from jaxtrain.metrics import Writer
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.nonfinite import NonFiniteGuard
 from jaxtrain.preemption import Preemption
 from jaxtrain.profiling import ProfileWindow
-from jaxtrain.program import program_options, train_program
+from jaxtrain.program import train_program
 from jaxtrain.progress import Progress, setup_logging
-from jaxtrain.sharding import DEFAULT_RULES, ShardingRules, check_batch_size
-from jaxtrain.state import TrainState, init_state, num_params, placed_state
-from jaxtrain.step import make_eval_step
+from jaxtrain.sharding import DEFAULT_RULES, ShardingRules
+from jaxtrain.state import TrainState, init_state, num_params
 from jaxtrain.step_clock import StepClock
 from jaxtrain.throughput import Throughput, peak_flops
 from jaxtrain.units import nbytes
@@ -374,131 +372,6 @@ def fit(
             run_files.write_report(config)
     samples_seen = resume.samples_at(step, start.batch_sizes)
     return FitResult(state, step, samples_seen, status, metrics, eval_metrics)
-
-
-def evaluate_run(
-    model: Model | tuple[Callable, Callable],
-    loss_fn: Callable[..., Any],
-    eval_data: Any,
-    *,
-    config: RunConfig,
-    rules: ShardingRules = DEFAULT_RULES,
-) -> dict[str, float]:
-    """Evaluates a checkpoint over all of `eval_data`; writes no file and needs no right to.
-
-    Args:
-        model: a `Model` or a pair of functions (init, apply).
-        loss_fn: (outputs, batch, params) -> name -> (sum, weight) over the rows given.
-        eval_data: a dataset, or a dict of arrays.
-        config: `workdir` and `checkpoint.restore_step` say which checkpoint.
-        rules: which logical axes go over which mesh axes.
-
-    Returns:
-        The mean of every name of the loss, `weight` and `rows`.
-
-    Raises:
-        NonFiniteError: when the loss is not finite and `config.nonfinite` is "stop".
-    """
-    if eval_data is None:
-        raise ConfigError("evaluate: this experiment has no evaluation data.")
-    model = as_model(model)
-    mesh = make_mesh(config.mesh)
-    batch_size = config.global_batch_size // config.accumulate_steps
-    check_batch_size(batch_size, 1, mesh, rules)
-    ema = config.optimizer.ema_decay > 0
-    abstract = placed_state(model, optax.identity(), mesh, rules=rules, ema=ema)
-    state, _, step = resume.load(config.workdir, abstract, step=config.checkpoint.restore_step)
-    xla = program_options(config, mesh)
-    evaluation = Evaluation(model, loss_fn, as_dataset(eval_data), mesh, rules, batch_size, xla)
-    found = evaluation.run(state, 0, Agreement(mesh, Preemption()))
-    assert found is not None
-    if jax.process_index() == 0:
-        print(encode({"step": step, "eval": True, **found}).decode().rstrip())
-    if failure := NonFiniteGuard(config.max_skipped).refuse_evaluation(step, found):
-        raise failure
-    return found
-
-
-class Evaluation:
-    """The evaluation step, compiled once, and the data it runs over."""
-
-    def __init__(
-        self,
-        model: Model,
-        loss_fn: Callable[..., Any],
-        data: Dataset,
-        mesh: Mesh,
-        rules: ShardingRules,
-        batch_size: int,
-        xla: Mapping[str, Any],
-    ) -> None:
-        self._step = make_eval_step(model, loss_fn, mesh, rules)
-        self.num_batches = -(-len(data) // batch_size)
-        self._num_rows, self._batch_size = len(data), batch_size
-        self._compiled: CompiledStep | None = None
-        self._batches = functools.partial(
-            eval_batches, data, mesh, rules=rules, batch_size=batch_size
-        )
-        self._xla = xla
-
-    def run(
-        self,
-        state: TrainState,
-        max_batches: int,
-        agreement: Agreement,
-    ) -> dict[str, float] | None:
-        """Means over the first `max_batches` batches (0: all); None if told to stop on the way.
-
-        Where the state has a moving average of the parameters, it is evaluated too, and the
-        means of the loss are named `ema_...`.
-        """
-        begin = time.perf_counter()
-        means: dict[str, float] = {}
-        num_batches = min(self.num_batches, max_batches or self.num_batches)
-        step = functools.partial(self._run, agreement)
-        for prefix, params in (("", state.params), ("ema_", state.ema_params)):
-            if params is None:
-                continue
-            with contextlib.closing(self._batches(max_batches=max_batches)) as batches:
-                try:
-                    each = agreement.each(batches, num_batches, self._stand_in)
-                    found = evaluate(step, params, state.model_state, each)
-                except ToldToStop:
-                    return None
-            # The rows and their weight are the same for both.
-            skipped = ("weight", "rows") if prefix else ()
-            means |= {prefix + name: v for name, v in found.items() if name not in skipped}
-        return means | {"eval_seconds": time.perf_counter() - begin}
-
-    def attempt(
-        self,
-        state: TrainState,
-        max_batches: int,
-        agreement: Agreement,
-        refuse: Callable[[Mapping[str, float]], Exception | None],
-    ) -> tuple[dict[str, float] | None, Exception | None]:
-        """(what `run` returns, None), or (None, the error to end with when the state is saved)."""
-        try:
-            found = self.run(state, max_batches, agreement)
-        except Exception as error:
-            if not agreement.is_alone:
-                raise  # the others may be waiting for this process, which can save nothing alone
-            return None, error
-        failure = None if found is None else refuse(found)
-        return (found if failure is None else None), failure
-
-    def _stand_in(self, first: tuple[Any, int], number: int) -> tuple[Any, int]:
-        """A batch with as many true rows as the one of that number, so that no step differs."""
-        return first[0], min(self._batch_size, self._num_rows - number * self._batch_size)
-
-    def _run(
-        self, agreement: Agreement, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
-    ) -> Any:
-        args = (params, model_state, agreement.mark(batch))
-        if self._compiled is None:
-            step = self._step if agreement.is_alone else carrying_eval_step(self._step)
-            self._compiled = compile_step(step, args, options=self._xla)
-        return agreement.note(self._compiled(*args))
 
 
 def _say_end(step: int, num_steps: int) -> str:

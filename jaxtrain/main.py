@@ -200,10 +200,10 @@ def _run_joined[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> Ex
         config = with_best_mesh(experiment, config)
     if config.audit:
         return _audit(experiment, config)
-    from jaxtrain import loop
-
     if config.evaluate:
-        loop.evaluate_run(
+        from jaxtrain.evaluation import evaluate_run
+
+        evaluate_run(
             experiment.model,
             experiment.loss_fn,
             experiment.eval_data,
@@ -211,7 +211,9 @@ def _run_joined[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> Ex
             rules=experiment.rules,
         )
         return ExitCode.OK
-    result = loop.fit(
+    from jaxtrain.loop import fit
+
+    result = fit(
         experiment.model,
         experiment.loss_fn,
         experiment.train_data,

@@ -19,6 +19,7 @@ from unittest import mock
 import jax
 import processes
 
+from jaxtrain import evaluation as evaluating
 from jaxtrain import flags, loop
 from jaxtrain.metrics import read_records
 
@@ -96,7 +97,10 @@ def run(name: str, *words: Any, num_devices: int = 8) -> Ended:
     patches = [
         mock.patch.object(sys, "argv", [f"{name}.py", *map(str, words)]),
         mock.patch.object(flags, "parse", noting_parse),
-        mock.patch.object(loop, "make_mesh", functools.partial(make_mesh, devices=devices)),
+        *(
+            mock.patch.object(module, "make_mesh", functools.partial(make_mesh, devices=devices))
+            for module in (loop, evaluating)
+        ),
         mock.patch.object(jax, "device_count", return_value=num_devices),
         # It would start the tests again.
         mock.patch.object(main, "restart_with_huge_pages", return_value="on"),

@@ -37,9 +37,10 @@ from jaxtrain import (
     OptimizerConfig,
     checkpoint,
     checkpoint_files,
-    loop,
+    evaluation,
     optim,
     program,
+    resume,
 )
 from jaxtrain.data.order import sample_indices
 from jaxtrain.preemption import Preemption
@@ -76,7 +77,7 @@ def test_order_of_dispatch_metrics_evaluation_and_save(tmp_path, monkeypatch):
         return state, metrics
 
     looping.spy_on_train_step(monkeypatch, around)
-    evaluate, save = loop.Evaluation.run, looping.Checkpointer.save
+    evaluate, save = evaluation.Evaluation.run, looping.Checkpointer.save
 
     def run(self, state, *args):
         events.append(("evaluate", int(state.step)))
@@ -86,7 +87,7 @@ def test_order_of_dispatch_metrics_evaluation_and_save(tmp_path, monkeypatch):
         events.append(("save", step))
         return save(self, step, state, host)
 
-    monkeypatch.setattr(loop.Evaluation, "run", run)
+    monkeypatch.setattr(evaluation.Evaluation, "run", run)
     monkeypatch.setattr(looping.Checkpointer, "save", begin_save)
 
     class Log:
@@ -257,7 +258,7 @@ def test_data_without_rows_is_refused_before_anything_is_done(tmp_path, monkeypa
         raise AssertionError("it should not come to this")
 
     monkeypatch.setattr(program, "compile_step", refuse)
-    monkeypatch.setattr(loop.resume, "begin", refuse)
+    monkeypatch.setattr(resume, "begin", refuse)
     data = {"training": looping.TRAIN, "evaluation": looping.EVAL}
     data[part] = {name: rows[:0] for name, rows in data[part].items()}
     with pytest.raises(DataError, match=f"no {part} data in arrays: it has 0 samples; give data"):
@@ -639,7 +640,7 @@ def test_an_evaluation_that_is_not_finite_costs_no_step(tmp_path, value):
 
 
 def evaluate_run(run, eval_data):
-    return loop.evaluate_run(looping.MODEL, looping.loss_fn, eval_data, config=run)
+    return evaluation.evaluate_run(looping.MODEL, looping.loss_fn, eval_data, config=run)
 
 
 def test_an_evaluation_that_fails_costs_no_step(tmp_path):
@@ -764,7 +765,7 @@ def told_to_stop_at(look):
 
 def test_a_run_told_to_stop_at_any_moment_saves_what_it_did(tmp_path, monkeypatch):
     """The loop looks several times per step; a signal may come between any two looks."""
-    compile_step, compiled = loop.compile_step, {}
+    compile_step, compiled = program.compile_step, {}
 
     def compile_once(fn, args, **options):
         name = fn.__name__
@@ -773,7 +774,7 @@ def test_a_run_told_to_stop_at_any_moment_saves_what_it_did(tmp_path, monkeypatc
         return compiled[name]
 
     monkeypatch.setattr(program, "compile_step", compile_once)
-    monkeypatch.setattr(loop, "compile_step", compile_once)  # of the evaluation
+    monkeypatch.setattr(evaluation, "compile_step", compile_once)
     options = {"num_steps": 3, "eval_every_steps": 2, "eval_batches": 1, "every_steps": 1000}
     whole = fit(config(tmp_path / "whole", **options))
     ends = []

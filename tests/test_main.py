@@ -123,7 +123,8 @@ def calls(monkeypatch):
     layout = types.SimpleNamespace(table=lambda: "w  [4,8]  fsdp")
     module("layout_audit", audit=note("audit", layout))
     module("backend", configure_backend=note("configure_backend"))
-    module("loop", fit=note("fit", status), evaluate_run=note("evaluate_run"))
+    module("loop", fit=note("fit", status))
+    module("evaluation", evaluate_run=note("evaluate_run"))
     noted_status = types.SimpleNamespace(calls=noted, result=status, note=note)
     return noted_status
 

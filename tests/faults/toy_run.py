@@ -105,7 +105,7 @@ def watched(experiment: Experiment, config: RunConfig, moments: Moments) -> Expe
 
 
 def _install(moments: Moments) -> None:
-    from jaxtrain import checkpoint, loop, metrics, program
+    from jaxtrain import checkpoint, evaluation, metrics, program
 
     for name in (
         *("save_started", "commit_started", "commit_finished", "delete_started"),
@@ -114,7 +114,7 @@ def _install(moments: Moments) -> None:
         assert hasattr(checkpoint, f"_{name}")
         setattr(checkpoint, f"_{name}", lambda step, name=name: moments(name, step))
 
-    compile_step, eval_batches = program.compile_step, loop.eval_batches
+    compile_step, eval_batches = program.compile_step, evaluation.eval_batches
     read = checkpoint._read
     write, replace = metrics.JsonlWriter.write, os.replace
 
@@ -153,7 +153,7 @@ def _install(moments: Moments) -> None:
         if name:
             moments(f"{name}_done", Path(target).name)
 
-    program.compile_step, loop.eval_batches = compiling, evaluating
+    program.compile_step, evaluation.eval_batches = compiling, evaluating
     checkpoint._read = reading
     metrics.JsonlWriter.write, os.replace = writing, replacing
 
