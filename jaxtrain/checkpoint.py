@@ -40,7 +40,7 @@ import numpy as np
 from jaxtrain import checkpoint_files as files
 from jaxtrain import checkpoint_keep as keep
 from jaxtrain.agreement import first_failure, largest, together
-from jaxtrain.checkpoint_sums import first_damaged, sync_directory
+from jaxtrain.checkpoint_sums import first_damaged
 from jaxtrain.checkpoint_tree import (
     describe,
     initial_values,
@@ -49,6 +49,7 @@ from jaxtrain.checkpoint_tree import (
     stay_initial,
 )
 from jaxtrain.errors import CheckpointError
+from jaxtrain.output_files import sync_directory
 from jaxtrain.tree import named_leaves
 
 _logger = logging.getLogger("jaxtrain")

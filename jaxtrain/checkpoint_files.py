@@ -1,4 +1,4 @@
-"""Checkpoints as files: which steps are whole, what they hold, which are kept.
+"""Checkpoints as files: which steps are whole, and what they hold.
 
     checkpoints/
       100/                       a step
@@ -19,6 +19,7 @@ here needs a device, orbax, or the mesh that wrote a checkpoint.
 """
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -29,14 +30,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.checkpoint_sums import checksum, sync_directory, sync_files
+from jaxtrain.checkpoint_sums import sync_files
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.output_files import sync, sync_directory, writing
 
 MANIFEST = "jaxtrain.json"
 UNFINISHED = ".orbax-checkpoint-tmp"
 """How orbax marks a step that is being written; `tests/test_checkpoint.py` compares them."""
 DELETING = ".deleting"
-BROKEN = ".broken"
 CHANGED = "its bytes are not those that were written"
 """What is wrong with a file of the right size."""
 
@@ -44,6 +45,8 @@ _FORMAT = 1
 _STEP = re.compile(r"0|[1-9][0-9]*")
 # orbax rewrites this file after the manifest is made, when it stamps the commit.
 _STAMP = "_CHECKPOINT_METADATA"
+# Another path would not help.
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 _logger = logging.getLogger("jaxtrain")
 
@@ -129,18 +132,23 @@ def prepare(path: str | os.PathLike[str], option: str) -> Path:
 
     Raises:
         ConfigError: naming what is in the way; better now than at the first save.
+        OutputError: when the disk is full, read-only or broken.
     """
     directory = absolute(path, option)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        blocker = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
-        reason = f"{blocker} is a file" if not blocker.is_dir() else error.strerror
-        raise ConfigError(
-            f"{option}={directory} cannot be written to: {reason}; give a directory of your own."
-        ) from error
+    with writing(directory):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            if error.errno in _OF_THE_DISK:
+                raise
+            blocker = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
+            reason = f"{blocker} is a file" if not blocker.is_dir() else error.strerror
+            raise ConfigError(
+                f"{option}={directory} cannot be written to: {reason}; give a directory of your "
+                "own."
+            ) from error
     return directory
 
 
@@ -193,9 +201,10 @@ def write_manifest(directory: Path, *, step: int, run: str, arrays: Mapping[str,
         "crc32": sync_files(directory, files),
     }
     manifest["own_crc32"] = _own_sum(manifest)
-    path = directory / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    checksum(path, sync=True)
+    with open(directory / MANIFEST, "w", encoding="utf-8") as file:
+        file.write(json.dumps(manifest, indent=1) + "\n")
+        file.flush()
+        sync(file.fileno())
     sync_directory(directory)
 
 

@@ -9,7 +9,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxtrain.checkpoint_files import BROKEN, DELETING, UNFINISHED, is_step
+from jaxtrain.checkpoint_files import DELETING, UNFINISHED, is_step
+from jaxtrain.output_files import BROKEN, unused
 
 _logger = logging.getLogger("jaxtrain")
 
@@ -35,11 +36,7 @@ def mark_for_deletion(directory: Path, step: int) -> Path:
 
 def set_aside(directory: Path, step: int) -> Path:
     """Renames a damaged step that is in the way; what it holds is left to its owner."""
-    target = directory / f"{step}{BROKEN}"
-    count = 1
-    while os.path.lexists(target):
-        count += 1
-        target = directory / f"{step}{BROKEN}-{count}"
+    target = unused(directory / f"{step}{BROKEN}")
     os.rename(directory / str(step), target)
     return target
 

@@ -7,12 +7,14 @@ on one core here, blake2b 0.5 GB/s; it is to find accidents, not forgers).
 Files are read in a few threads, since checksums, reading and fsync all release Python's lock.
 """
 
-import errno
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from jaxtrain.output_files import sync as sync_file
+from jaxtrain.output_files import sync_directory
 
 _CHUNK_BYTES = 8 * 2**20
 _MAX_THREADS = 8
@@ -30,7 +32,7 @@ def checksum(path: Path, *, sync: bool = False) -> int:
         while count := file.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)
         if sync:
-            _sync(file.fileno())
+            sync_file(file.fileno())
     return value
 
 
@@ -64,27 +66,9 @@ def first_damaged(directory: Path, sums: Mapping[str, int], *, part: int, parts:
     return next((name for name in names if found[name] != sums[name]), "")
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory survive a power loss."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        _sync(directory)
-    finally:
-        os.close(directory)
-
-
 def _of_each(
     directory: Path, names: Iterable[str], compute: Callable[[Path], int]
 ) -> dict[str, int]:
     names = list(names)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "checksum") as threads:
         return dict(zip(names, threads.map(compute, [directory / n for n in names]), strict=True))
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems have no fsync of a directory, or none at all.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise

@@ -4,6 +4,7 @@ Whatever the system refuses becomes one `OutputError`, and leaves no half of any
 """
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import BinaryIO
 from jaxtrain.errors import OutputError
 
 BROKEN = ".broken"
-"""Ends the name of the copy of a damaged file; nothing reads it."""
+"""Ends the name of a damaged file or checkpoint that was set aside; nothing reads it."""
 
 
 @contextlib.contextmanager
@@ -63,7 +64,7 @@ class AppendFile:
     def sync(self) -> None:
         """Waits until everything is on the disk (fsync)."""
         with writing(self.path):
-            os.fsync(self.descriptor)
+            sync(self.descriptor)
 
     def close(self) -> None:
         """Syncs and closes, once."""
@@ -103,7 +104,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             with open(scratch, "wb") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
             os.replace(scratch, path)
         except Exception:
             with contextlib.suppress(OSError):
@@ -127,20 +128,35 @@ def set_aside(path: Path, name: str = "") -> Path:
     Returns:
         The copy: `NAME.broken`, with a number if there is one already.
     """
-    name = (name or path.name) + BROKEN
-    target, count = path.with_name(name), 1
-    while os.path.lexists(target):
-        count += 1
-        target = path.with_name(f"{name}-{count}")
+    target = unused(path.with_name((name or path.name) + BROKEN))
     with open(path, "rb") as source, replacing(target) as copy:
         shutil.copyfileobj(source, copy)
     return target
 
 
+def unused(path: Path) -> Path:
+    """The path, with a number behind its name if there is something already."""
+    target, count = path, 1
+    while os.path.lexists(target):
+        count += 1
+        target = path.with_name(f"{path.name}-{count}")
+    return target
+
+
+def sync(descriptor: int) -> None:
+    """Waits until a file is on the disk (fsync), where the file system can do that."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync of a directory, or none at all.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
 def sync_directory(path: Path) -> None:
-    """Makes a new name in the directory survive a power loss."""
+    """Makes the names in a directory survive a power loss."""
     directory = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        sync(directory)
     finally:
         os.close(directory)

@@ -93,7 +93,7 @@ class Start:
         Args:
             config: of the run.
             step: of the checkpoint.
-            **extra: further values, e.g. `consecutive_nonfinite`.
+            **extra: further values, e.g. `nonfinite`.
         """
         return {
             "samples_seen": samples_at(step, self.batch_sizes),
@@ -179,12 +179,12 @@ def begin(
         directory, keep_last=options.keep_last, keep_every_steps=options.keep_every_steps
     )
     found = from_primary(checkpointer.scan)
-    if found.whole and not from_primary(
-        lambda: _is_to_be_replaced(config, checkpointer, data_fingerprint)
+    steps = list(found.whole)
+    if steps and not from_primary(
+        lambda: _is_to_be_replaced(config, checkpointer, steps, data_fingerprint)
     ):
-        return checkpointer, _continue(config, checkpointer, abstract)
-    if found.whole:
-        steps = list(found.whole)
+        return checkpointer, _continue(config, checkpointer, steps, abstract)
+    if steps:
         _logger.warning(
             "checkpoint.overwrite: deleting the checkpoints of the earlier run in %s, steps %s",
             directory,
@@ -284,11 +284,11 @@ def _wait_for_mark(mark: Path) -> None:
 
 
 def _is_to_be_replaced(
-    config: RunConfig, checkpointer: Checkpointer, data_fingerprint: str
+    config: RunConfig, checkpointer: Checkpointer, steps: Sequence[int], data_fingerprint: str
 ) -> bool:
     """Whether the whole checkpoints make way for a new run; an error if they stand in its way."""
     options = config.checkpoint
-    newest, host = _newest_record(checkpointer, checkpointer.committed_steps())
+    newest, host = _newest_record(checkpointer, steps)
     place = f"{checkpointer.directory} holds checkpoints up to step {newest}"
     fixed, _ = resume_differences(host.get("config", to_dict(config)), config)
     trained_on = host.get("data_fingerprint", data_fingerprint)
@@ -342,10 +342,11 @@ def _newest_record(checkpointer: Checkpointer, steps: Sequence[int]) -> tuple[in
     return max(steps), {}
 
 
-def _continue(config: RunConfig, checkpointer: Checkpointer, abstract: Any) -> Start:
+def _continue(
+    config: RunConfig, checkpointer: Checkpointer, steps: Sequence[int], abstract: Any
+) -> Start:
     """Restores the run's own checkpoint: the newest, or the one to go back to."""
     options = config.checkpoint
-    steps = from_primary(checkpointer.committed_steps)
     newest, wanted = max(steps), options.restore_step
     newer: list[int] = []
     goes_back = False

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtrain.checkpoint_files import prepare
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError
+from jaxtrain.output_files import writing
 
 LOCK = ".lock"
-"""In the directory of a run; it stays there, empty while nobody trains."""
+"""In the directory of a run, where it stays; what it says counts only while it is locked."""
 
 _logger = logging.getLogger("jaxtrain")
 
@@ -40,26 +41,23 @@ def hold(workdir: str) -> Iterator[None]:
         workdir: made if absent; "" locks nothing.
 
     Raises:
-        ConfigError: when the directory cannot be written to.
+        ConfigError, OutputError: when the directory cannot be written to.
         CheckpointError: when another process holds the lock, naming it.
     """
     if not workdir:
         yield
         return
     directory = prepare(workdir, "workdir")
-    # Not inherited by programs that the run starts: they may outlive it.
-    try:
+    with writing(directory / LOCK):
+        # Not inherited by programs that the run starts: they may outlive it.
         file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"workdir={directory} cannot be written to: {LOCK}: {error.strerror}; make room, or "
-            "give a directory of your own."
-        ) from error
     try:
         _take(file, directory)
         _write(file, {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()})
-        yield
-        _write(file, {})
+        try:
+            yield
+        finally:
+            _write(file, {})
     finally:
         os.close(file)
 

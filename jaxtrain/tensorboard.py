@@ -47,8 +47,8 @@ class TensorBoardWriter:
             for path in sorted(self._directory.glob(f"*{_EVENTS}*")):
                 try:
                     _cut_events(path, purge_step)
-                except OSError as error:
-                    _logger.warning("%s is left as it is: %s", path, error.strerror)
+                except (OSError, OutputError) as error:
+                    _logger.warning("%s is left as it is: %s", path, error)
 
     def write(self, record: Mapping[str, Any]) -> None:
         event_pb2, summary_pb2 = _protos()

@@ -407,6 +407,24 @@ def test_damaged_event_files_are_set_aside_and_what_can_be_read_is_kept(tmp_path
             assert f"is damaged; what can be read is kept, all of it is in {copy}" in caplog.text
 
 
+def test_an_event_file_that_cannot_be_cut_stays_and_costs_a_warning(tmp_path, monkeypatch, caplog):
+    directory = tmp_path / "tb"
+    tensorboard_steps(directory, range(4))
+    (path,) = directory.iterdir()
+    before = path.read_bytes()
+
+    def refuse(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    TensorBoardWriter(directory, 2).close()
+    assert path.read_bytes() == before
+    assert list(directory.iterdir()) == [path]
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} is left as it is: ")
+    assert "No space left on device" in message
+
+
 def test_a_disk_that_tensorboard_finds_full_costs_one_warning(tmp_path, monkeypatch, caplog):
     directory = tmp_path / "tb"
     writer = TensorBoardWriter(directory)

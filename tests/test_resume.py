@@ -19,7 +19,7 @@ from jaxtrain import checkpoint, resume
 from jaxtrain import checkpoint_files as files
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import record_reads, unread
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError, ConfigError, OutputError
 
 
 @pytest.fixture(autouse=True)
@@ -508,7 +508,7 @@ def test_a_disk_that_cannot_be_written_to_is_an_error_before_anything_else(tmp_p
     if reason := toy.mount_tmpfs(tmp_path / "disk", "size=200k,ro"):
         pytest.skip(reason)
     try:
-        with pytest.raises(ConfigError, match="cannot be written to: Read-only file system"):
+        with pytest.raises(OutputError, match="run could not be written: Read-only file system"):
             begin(toy.config(tmp_path / "disk" / "run"))
     finally:
         toy.unmount(tmp_path / "disk")

@@ -14,7 +14,7 @@ import pytest
 from processes import finished, started
 
 from jaxtrain import run_lock
-from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.errors import CheckpointError, OutputError
 from jaxtrain.run_lock import LOCK, hold
 
 
@@ -52,6 +52,7 @@ def test_the_lock_is_held_to_the_end_and_let_go_of_by_every_end(tmp_path):
 
     config = looping.config(tmp_path)
     looping.crashed_fit(config, 7)
+    assert (tmp_path / LOCK).read_bytes() == b""
     looping.fit(config, on_step=look)
     assert looping.fit(config).status == "complete"
     assert (tmp_path / LOCK).read_bytes() == b""
@@ -80,7 +81,7 @@ def test_a_file_system_without_locks_costs_one_line(tmp_path, monkeypatch, caplo
 
 def test_what_cannot_be_locked_is_an_error_that_says_why(tmp_path):
     (tmp_path / LOCK).mkdir()
-    with pytest.raises(ConfigError, match=r"cannot be written to: \.lock: Is a directory"):
+    with pytest.raises(OutputError, match=r"\.lock could not be written: Is a directory"):
         hold(str(tmp_path)).__enter__()
 
 
