@@ -266,6 +266,7 @@ def test_open_mpi(where, host):
 def test_mpi_that_does_not_say_where_process_0_is():
     with pytest.raises(ConfigError, match="does not say where process 0 is; give --coordinator"):
         decide(OPEN_MPI)
+    assert decide(OPEN_MPI, coordinator="10.0.0.7:5000").coordinator == "10.0.0.7:5000"
     with pytest.raises(ConfigError, match="is set but not PMI_SIZE"):
         decide({"PMI_RANK": "0"})
     assert place(decide({"PMI_RANK": "0", "PMI_SIZE": "1"})) == ("mpi", 0, 1)
@@ -291,8 +292,9 @@ def test_kubernetes():
     decision = decide(indexed | {"JAX_COORDINATOR_ADDRESS": "lm-0.lm"})
     assert place(decision) == ("kubernetes", 1, 2)
     assert decision.coordinator == "lm-0.lm:8476"
-    with pytest.raises(ConfigError, match="does not say where process 0 is; set JOBSET_NAME"):
+    with pytest.raises(ConfigError, match="does not say where process 0 is; give --coordinator"):
         decide(indexed)
+    assert place(decide(indexed, coordinator="10.0.0.7:5000")) == ("kubernetes", 1, 2)
     # An array of tasks that have nothing to do with each other.
     decision = decide({"JOB_COMPLETION_INDEX": "7"})
     assert place(decision) == ("", 0, 1)

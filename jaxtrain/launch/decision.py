@@ -17,7 +17,7 @@ class Decision:
     num_processes: int = 1
     process_id: int = 0
     coordinator: str = ""
-    """host:port of process 0; empty for a single process."""
+    """host:port of process 0; empty for a single process, or where the launcher does not say."""
     local_process_id: int | None = None
     """Which of the processes on its node, where the launcher says so."""
     local_num_processes: int | None = None
@@ -78,7 +78,8 @@ def one_of_several(
         )
     if num_processes == 1:
         return Decision(launcher=launcher, variables=variables)
-    parse_address(coordinator, "coordinator")
+    if coordinator:
+        parse_address(coordinator, "coordinator")
     return Decision(
         launcher=launcher,
         variables=variables,

@@ -1,9 +1,9 @@
 """From the environment to a decision: who started this process, as which one of how many, and where
 the others are. Pure functions; nothing is connected, looked up or imported.
 
-The sources, in this order: the flags, `jaxtrain launch`, torchrun and its like, Slurm, MPI,
-Kubernetes. A source counts when its evidence is complete. What is incomplete is not guessed at: it
-is an error, or left aside with one line (`sources`).
+The sources, in this order: the flags, the variables JAXTRAIN_..., torchrun and its like, Slurm,
+MPI, Kubernetes. A source counts when its evidence is complete. What is incomplete is not guessed
+at: it is an error, or left aside with one line (`sources`).
 """
 
 import dataclasses
@@ -52,6 +52,11 @@ def decide(
             found,
             coordinator=coordinator,
             variables=(*found.variables, f"--coordinator={coordinator}"),
+        )
+    if found.num_processes > 1 and not found.coordinator:
+        raise ConfigError(
+            f"{' '.join(found.variables)} does not say where process 0 is; give"
+            f" --coordinator=HOST:PORT with its host and a free port"
         )
     return found
 

@@ -22,7 +22,7 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID, NODE = (
     "JAXTRAIN_PROCESS_ID",
     "JAXTRAIN_NODE",
 )
-"""Variables that our own launcher sets."""
+"""Our own variables, for whoever starts the processes."""
 
 # Kubernetes gives each pod an address of its own, so one number serves all jobs.
 _KUBERNETES_PORT = 8476
@@ -47,8 +47,8 @@ def _jaxtrain(environ: Environ) -> Decision | None:
         return None
     if missing := _missing(environ, names):
         raise ConfigError(
-            f"{_shown(environ, names)} is set but not {missing}; `jaxtrain launch` sets all of"
-            f" {', '.join(names)}"
+            f"{_shown(environ, names)} is set but not {missing}; all of {', '.join(names)} say"
+            f" which process of which run this is"
         )
     return one_of_several(
         "jaxtrain",
@@ -143,17 +143,12 @@ def _mpi(environ: Environ) -> Decision | None:
         elif found := _mpirun_host(environ):
             host, variable = found
             variables += _variables(environ, (variable,))
-        elif environ[size] != "1":
-            raise ConfigError(
-                f"{_shown(environ, names)} does not say where process 0 is; give"
-                f" --coordinator=HOST:PORT with its host and a free port"
-            )
         return one_of_several(
             "mpi",
             variables,
             _number(environ, rank),
             _number(environ, size),
-            coordinator=_join(host, _port(job.partition(";")[0])),
+            coordinator=host and _join(host, _port(job.partition(";")[0])),
             local_process_id=_optional_number(environ, local_rank),
             local_num_processes=_optional_number(environ, local_size),
         )
@@ -174,7 +169,7 @@ def _mpirun_host(environ: Environ) -> tuple[str, str] | None:
 
 
 def _kubernetes(environ: Environ) -> Decision | None:
-    """An Indexed Job, alone or in a JobSet; `scripts/cluster/jobset.yaml` sets the variables."""
+    """An Indexed Job, alone or in a JobSet; docs/cluster.md names the variables to set."""
     if not environ.get("JOB_COMPLETION_INDEX"):
         return None
     if not environ.get("PROCESSES_IN_JOB"):
@@ -195,11 +190,6 @@ def _kubernetes(environ: Environ) -> Decision | None:
         names += ["JOBSET_NAME", "REPLICATED_JOB_NAME"]
         jobset, job = environ["JOBSET_NAME"], environ["REPLICATED_JOB_NAME"]
         address = f"{jobset}-{job}-0-0.{jobset}:{_KUBERNETES_PORT}"
-    elif per_job * num_jobs > 1:
-        raise ConfigError(
-            f"{_shown(environ, names)} does not say where process 0 is; set JOBSET_NAME and"
-            f" REPLICATED_JOB_NAME, or JAX_COORDINATOR_ADDRESS=HOST:PORT"
-        )
     return one_of_several(
         "kubernetes",
         _variables(environ, names),
