@@ -12,7 +12,6 @@ guess.
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -31,7 +30,7 @@ from jaxtrain.launch.decision import Decision, parse_address
 from jaxtrain.launch.evidence import decide
 from jaxtrain.launch.local_devices import count_visible, local_device_ids
 
-__all__ = ["Cluster", "Member", "cluster", "join", "leave", "node_names"]
+__all__ = ["join", "leave", "node_names"]
 
 _logger = logging.getLogger("jaxtrain")
 
@@ -69,53 +68,22 @@ class ClusterConfig(Protocol):
     def init_timeout_seconds(self) -> float: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A process of the run, as it introduced itself."""
-
-    process_id: int
-    host: str
-    pid: int
-    node: str
-    """What the launcher calls its machine, else the host name."""
-    address: str
-    """From which it reached process 0."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """The run that this process has joined."""
-
-    decision: Decision
-    members: tuple[Member, ...]
-    """By process id."""
-
-    @property
-    def me(self) -> Member:
-        return self.members[self.decision.process_id]
-
-
-_joined: tuple[Cluster | None, tuple[Any, ...]] | None = None
-
-
-def cluster() -> Cluster | None:
-    """The run of several processes that this one has joined; None for a single process."""
-    return None if _joined is None else _joined[0]
+_joined: tuple[tuple[str, ...] | None, tuple[Any, ...]] | None = None
+"""What `join` returned, and the arguments that it had."""
 
 
 def node_names() -> tuple[str, ...]:
     """The node of each process of the run; empty where none was joined."""
-    joined = cluster()
-    return () if joined is None else tuple(member.node for member in joined.members)
+    return (_joined and _joined[0]) or ()
 
 
-def join(config: ClusterConfig) -> Cluster | None:
+def join(config: ClusterConfig) -> tuple[str, ...] | None:
     """Joins the run that the flags or the environment speak of, before any other use of JAX.
 
     A second call with the same arguments changes nothing.
 
     Returns:
-        The cluster, or None for a single process.
+        The node of each process, or None for a single process.
 
     Raises:
         ConfigError: for evidence that is incomplete or contradictory, for processes that do not fit
@@ -150,18 +118,18 @@ def join(config: ClusterConfig) -> Cluster | None:
     if line := decision.describe():
         _logger.info(line)
     num_gpus = _num_gpus()
-    joined = None
+    nodes = None
     if decision.num_processes > 1:
-        joined = _join(decision, num_gpus, config)
+        nodes = _join(decision, num_gpus, config)
     elif jax.distributed.is_initialized():
         _logger.info("jax.distributed was initialized by other code; it is taken as it is")
-    _joined = joined, arguments
-    return joined
+    _joined = nodes, arguments
+    return nodes
 
 
 def wait_for_all() -> None:
     """Waits until every process is done: one may write a report meanwhile."""
-    if cluster() is not None:
+    if node_names():
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices("done")
@@ -175,7 +143,7 @@ def leave(*, is_orderly: bool = True) -> None:
             LEAVE_SECONDS only. End the process then, before JAX does.
     """
     global _joined
-    if cluster() is None:
+    if not node_names():
         return
     _joined = None
     if is_orderly:
@@ -205,7 +173,7 @@ def explain(error: BaseException) -> BaseException:
     return error
 
 
-def _join(decision: Decision, num_gpus: int | None, config: ClusterConfig) -> Cluster:
+def _join(decision: Decision, num_gpus: int | None, config: ClusterConfig) -> tuple[str, ...]:
     if jax.distributed.is_initialized():
         raise ConfigError(
             "jax.distributed is initialized already, but not by jaxtrain, which would not know the"
@@ -225,16 +193,17 @@ def _join(decision: Decision, num_gpus: int | None, config: ClusterConfig) -> Cl
     }
     timeout = config.init_timeout_seconds
     everybody = meeting.meet(host, port, me, timeout_seconds=timeout, check=check_together)
-    members = tuple(Member(*(who[f.name] for f in dataclasses.fields(Member))) for who in everybody)
+    nodes = tuple(who["node"] for who in everybody)
     local_ids = None
     if num_gpus is not None:
-        local_id, local_num = _place_on_node(decision, members)
+        local_id, local_num = _place_on_node(decision, nodes)
         local_ids = local_device_ids(num_gpus, local_id, local_num, config.process_per)
         _logger.info("devices of this process: %s of %d", list(local_ids), num_gpus)
     if decision.process_id:
         meeting.wait_for_listener(host, port, _INITIALIZE_SECONDS)
     # SIGTERM is ours, and a wish to stop travels with the batches (`agreement`).
     jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_check_proxy_envs", False)  # only warns of them
     with _without_proxy(host):
         jax.distributed.initialize(
             decision.coordinator,
@@ -247,14 +216,13 @@ def _join(decision: Decision, num_gpus: int | None, config: ClusterConfig) -> Cl
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             coordinator_bind_address=decision.coordinator if meeting.is_loopback(host) else None,
         )
-    joined = Cluster(decision, members)
     if decision.process_id:
         # Process 0 speaks for all; what goes wrong here is said here.
         _logger.setLevel(max(_logger.level, logging.WARNING))
-    nodes = {member.node for member in members}
-    where = "one node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    _logger.info("joined: %d processes on %s", len(members), where)
-    return joined
+    num_nodes = len(set(nodes))
+    where = "one node" if num_nodes == 1 else f"{num_nodes} nodes"
+    _logger.info("joined: %d processes on %s", len(nodes), where)
+    return nodes
 
 
 def check_together(everybody: Sequence[Mapping[str, Any]]) -> None:
@@ -293,10 +261,9 @@ def check_together(everybody: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _place_on_node(decision: Decision, members: Sequence[Member]) -> tuple[int, int]:
+def _place_on_node(decision: Decision, nodes: Sequence[str]) -> tuple[int, int]:
     """(which of the processes on its node this is, how many they are)."""
-    node = members[decision.process_id].node
-    local = [member.process_id for member in members if member.node == node]
+    local = [i for i, node in enumerate(nodes) if node == nodes[decision.process_id]]
     local_id, local_num = local.index(decision.process_id), len(local)
     if decision.local_process_id is not None:
         local_id = decision.local_process_id
@@ -339,12 +306,9 @@ def _without_proxy(host: str) -> Iterator[None]:
     before = os.environ.get(_NO_PROXY)
     exceptions = before or os.environ.get(_NO_PROXY_ELSE, "")
     os.environ[_NO_PROXY] = f"{exceptions},{host}".lstrip(",")
-    check = jax.config.read("jax_check_proxy_envs")
-    jax.config.update("jax_check_proxy_envs", False)
     try:
         yield
     finally:
-        jax.config.update("jax_check_proxy_envs", check)
         if before is None:
             del os.environ[_NO_PROXY]
         else:

@@ -52,7 +52,7 @@ def meet(
     me: Introduction,
     *,
     timeout_seconds: float,
-    check: Callable[[Sequence[Introduction]], None] = lambda everybody: None,
+    check: Callable[[Sequence[Introduction]], None],
 ) -> list[dict[str, Any]]:
     """Waits for all processes of the run.
 
@@ -72,10 +72,9 @@ def meet(
         ConfigError: when two have the same id or other ideas of their number, or from `check`; on
             every process.
     """
-    deadline = time.monotonic() + timeout_seconds
     if me["process_id"] == 0:
         return _Host(host, port, me, timeout_seconds, check).wait()
-    return _visit(host, port, me, deadline, timeout_seconds)
+    return _visit(host, port, me, timeout_seconds)
 
 
 def wait_for_listener(host: str, port: int, timeout_seconds: float) -> None:
@@ -237,11 +236,10 @@ class _Host:
         )
 
 
-def _visit(
-    host: str, port: int, me: Introduction, deadline: float, timeout_seconds: float
-) -> list[dict[str, Any]]:
+def _visit(host: str, port: int, me: Introduction, timeout_seconds: float) -> list[dict[str, Any]]:
     """The meeting as the other processes see it."""
     began = reported = time.monotonic()
+    deadline = began + timeout_seconds
     absent: list[int] = []
     while True:
         try:
