@@ -356,9 +356,7 @@ class RunConfig(Config):
             raise ConfigError(
                 f"nonfinite={self.nonfinite} must be stop, or skip:N with N at least 1"
             )
-        if self.evaluate and self.audit:
-            raise ConfigError("evaluate and audit cannot both be true; ask for one of them")
-        if self.plan and (self.evaluate or self.audit):
+        if [bool(self.plan), self.evaluate, self.audit].count(True) > 1:
             raise ConfigError("plan, evaluate and audit exclude each other; ask for one of them")
         window = re.fullmatch(r"(\d+):(\d+)", self.profile)
         if self.profile and not (window and int(window[1]) < int(window[2])):

@@ -105,7 +105,6 @@ def test_contents_are_listed_on_one_device_without_a_mesh(trained):
     assert result.stderr == ""
 
 
-@pytest.mark.cluster
 def test_two_processes_restore_and_save_what_one_wrote(trained, tmp_path):
     workdir, saved, losses = trained
     directory = tmp_path / "checkpoints"

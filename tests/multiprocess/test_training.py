@@ -25,7 +25,7 @@ def words(tmp_path_factory):
 
 
 def two_nodes(num_processes):
-    """Variables of `jaxtrain launch` for two nodes, to which processes were dealt like cards."""
+    """Our own variables for two nodes, to which processes were dealt like cards."""
     coordinator = flags_of(num_processes)[0][0].partition("=")[2]
     return [
         {
@@ -82,7 +82,6 @@ def assert_same_run(workdirs):
             np.testing.assert_array_equal(batches[position], read[0][position])
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize(
     "mesh",
     [

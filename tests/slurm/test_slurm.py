@@ -104,7 +104,6 @@ def run(command, variables):
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.cluster
 def test_srun_starts_a_run_on_two_nodes(slurm):
     code, output = run(["srun", "-N2", "--ntasks-per-node=2", "-l", *JOIN], slurm)
     assert code == 0, output
@@ -113,7 +112,6 @@ def test_srun_starts_a_run_on_two_nodes(slurm):
     assert '"nodes": ["node01", "node01", "node02", "node02"]' in output
 
 
-@pytest.mark.cluster
 def test_scancel_stops_a_batch_job_with_75_and_the_next_one_goes_on(slurm, tmp_path):
     script = tmp_path / "job.sh"
     words = [f"--workdir={tmp_path / 'run'}", "--mesh=data:-1", "--log_every_steps=50"]
@@ -137,7 +135,6 @@ def test_scancel_stops_a_batch_job_with_75_and_the_next_one_goes_on(slurm, tmp_p
     assert looping.saved_steps(tmp_path / "run")[-1] > step
 
 
-@pytest.mark.cluster
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs openmpi-bin")
 def test_mpirun_starts_a_run():
     variables = {**environment(), "PYTHONWARNINGS": "error"}
