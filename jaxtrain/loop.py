@@ -127,7 +127,8 @@ def fit(
     Raises:
         ConfigError: for anything that cannot work, before the first compilation.
         NonFiniteError: when a loss, gradient or parameter is not finite (`config.nonfinite`).
-        CheckpointError, DataError: when a checkpoint or the data cannot be used.
+        CheckpointError, DataError, OutputError: when a checkpoint, the data or the disk cannot be
+            used.
     """
     began = time.perf_counter()
     setup_logging()
@@ -203,7 +204,7 @@ def fit(
         )
         with together():
             loaded = next(loader)
-        resume.require_same_run(config, fingerprint, loaded.arrays)
+        preflight.require_same_run(config, fingerprint, loaded.arrays)
         if eval_data is not None:
             with together():
                 preflight.check_evaluation(
@@ -245,7 +246,6 @@ def fit(
 
         step = saved_step = start.step
         guard = NonFiniteGuard(config.max_skipped, **start.host.get("nonfinite", {}))
-        guard.has_checkpoint = bool(config.workdir) and step > 0
         throughput = make_throughput(model, config, mesh, loaded.arrays)
         clock = StepClock()
         metrics: dict[str, float] = {}
@@ -276,8 +276,14 @@ def fit(
                 progress.update(record)
             if not is_finite:
                 records.flush()
-            flags = {"is_applied": is_applied, "is_finite": is_finite}
-            guard.check(done.step, done.samples, metrics, **flags)
+            guard.check(
+                done.step,
+                done.samples,
+                metrics,
+                is_applied=is_applied,
+                is_finite=is_finite,
+                has_checkpoint=bool(config.workdir) and saved_step > 0,
+            )
             if on_step is not None:
                 on_step(done.step, metrics)
 
@@ -326,7 +332,6 @@ def fit(
                     )
                     checkpointer.save(step, state, host)
                     saved_step = step
-                    guard.has_checkpoint = bool(config.workdir)
 
             # 3. Stop.
             if failure is not None:

@@ -25,7 +25,6 @@ class NonFiniteGuard:
 
     def __init__(self, max_skipped: int, skipped: int = 0, in_a_row: int = 0) -> None:
         self._max_skipped = max_skipped
-        self.has_checkpoint = False
         self.skipped = skipped
         self.in_a_row = in_a_row
 
@@ -41,6 +40,7 @@ class NonFiniteGuard:
         *,
         is_applied: bool,
         is_finite: bool,
+        has_checkpoint: bool,
     ) -> None:
         """Takes note of a step.
 
@@ -50,6 +50,7 @@ class NonFiniteGuard:
             metrics: of the step; they serve to name what is bad, and decide nothing.
             is_applied: the step's own flag: whether the batch changed the state.
             is_finite: the step's own flag: whether all was finite, the new parameters too.
+            has_checkpoint: whether there is one to go back to.
 
         Raises:
             NonFiniteError: when the run must end.
@@ -76,7 +77,7 @@ class NonFiniteGuard:
             _logger.warning("%s: left out, %d so far", where, self.skipped)
             return
         before = "the checkpoints before it are finite"
-        if not self.has_checkpoint:
+        if not has_checkpoint:
             before = "there is no checkpoint before it"
         so_far = f", {self.in_a_row} in a row" if self._max_skipped else ""
         raise NonFiniteError(

@@ -1,11 +1,13 @@
-"""What `fit` refuses before it compiles, although only evaluating or writing would need it."""
+"""What `fit` refuses before it compiles, although only a later part of the run would notice."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from jaxtrain.config import RunConfig
+from jaxtrain.agreement import require_same
+from jaxtrain.config import RunConfig, leaves
 from jaxtrain.data.load import abstract_batch
 from jaxtrain.data.sources import Dataset
 from jaxtrain.errors import ConfigError, DataError
@@ -16,6 +18,11 @@ from jaxtrain.state import TrainState
 from jaxtrain.step import make_eval_step
 
 _WRITER_METHODS = ("write", "flush", "close")
+# Flags that may differ between the processes of a run.
+_OF_A_PROCESS = {
+    *("launcher", "coordinator", "num_processes", "process_id", "process_per"),
+    *("init_timeout_seconds", "workdir", "checkpoint.restore_from", "compilation_cache_dir"),
+}
 
 
 def check_writers(writers: Any) -> None:
@@ -35,6 +42,23 @@ def check_writers(writers: Any) -> None:
                 f"a writer has the methods {', '.join(_WRITER_METHODS)}; {_name(writer)} lacks "
                 f"{', '.join(lacking)}."
             )
+
+
+def require_same_run(
+    config: RunConfig, data_fingerprint: str, batch: Mapping[str, jax.Array]
+) -> None:
+    """Checks that all processes are about to train the same, before the first compilation.
+
+    Args:
+        config: of the run; what says which process this is may differ, and how files are reached.
+        data_fingerprint: of the training data.
+        batch: the first one.
+    """
+    facts = {leaf.path: leaf.value for leaf in leaves(config) if leaf.path not in _OF_A_PROCESS}
+    facts["the training data's fingerprint"] = data_fingerprint
+    for name, array in batch.items():
+        facts[f"batch[{name!r}]"] = f"{array.dtype}{list(array.shape)}"
+    require_same(facts)
 
 
 def check_evaluation(

@@ -40,12 +40,11 @@ import jax
 import numpy as np
 
 from jaxtrain import checkpoint_files as files
-from jaxtrain.agreement import from_primary, require_same, together
+from jaxtrain.agreement import from_primary, together
 from jaxtrain.checkpoint import Checkpointer, preload
 from jaxtrain.config import (
     Difference,
     RunConfig,
-    leaves,
     resume_differences,
     to_dict,
     versions,
@@ -55,11 +54,6 @@ from jaxtrain.errors import CheckpointError, ConfigError
 
 _logger = logging.getLogger("jaxtrain")
 
-# Flags that may differ between the processes of a run.
-_OF_A_PROCESS = {
-    *("launcher", "coordinator", "num_processes", "process_id", "process_per"),
-    *("init_timeout_seconds", "workdir", "checkpoint.restore_from", "compilation_cache_dir"),
-}
 _MARK_SECONDS = 10.0
 _WAYS_OUT = (
     "continue it with --resume=auto, give another --workdir, or delete its checkpoints and start "
@@ -232,23 +226,6 @@ def load(
     step, state, host = _restore(checkpointer, steps, abstract, subset=True)
     _logger.info("restored step %d from %s", step, directory)
     return state, host, step
-
-
-def require_same_run(
-    config: RunConfig, data_fingerprint: str, batch: Mapping[str, jax.Array]
-) -> None:
-    """Checks that all processes are about to train the same, before the first compilation.
-
-    Args:
-        config: of the run; what says which process this is may differ, and how files are reached.
-        data_fingerprint: of the training data.
-        batch: the first one.
-    """
-    facts = {leaf.path: leaf.value for leaf in leaves(config) if leaf.path not in _OF_A_PROCESS}
-    facts["the training data's fingerprint"] = data_fingerprint
-    for name, array in batch.items():
-        facts[f"batch[{name!r}]"] = f"{array.dtype}{list(array.shape)}"
-    require_same(facts)
 
 
 # Inside
