@@ -23,10 +23,11 @@ def test_short(): raise ValueError
 
 def test_a_part_of_every_long_test_module_runs_in_ci():
     tests = ROOT / "tests"
-    modules = {path.name for path in tests.glob("test_*.py") if "mark.long" in path.read_text()}
-    assert {"test_preset_programs.py", "test_order.py"} <= modules
+    paths = [path for path in tests.rglob("test_*.py") if "mark.long" in path.read_text()]
+    modules = {path.name for path in paths}
+    assert {"test_preset_programs.py", "test_order.py", "test_training.py"} <= modules
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not long", *modules],
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not long", *paths],
         cwd=tests,
         capture_output=True,
         text=True,
