@@ -423,14 +423,15 @@ def test_after_close_the_loader_says_so():
     loader.close()
 
 
+def waiting_loader(release):
+    """A loader whose reads wait for an event."""
+    data = Rows(100, lambda indices: release.wait(30) and None)
+    return Loader(data, mesh_of("data:1", 1), global_batch_size=4)
+
+
 def test_an_interrupted_wait_loses_no_batch():
     release = threading.Event()
-    loader = Loader(
-        Rows(100, lambda indices: release.wait(60) and None),
-        mesh_of("data:1", 1),
-        global_batch_size=4,
-        shuffle=False,
-    )
+    loader = waiting_loader(release)
     with loader:
         timer = threading.Timer(0.05, interrupt)
         timer.start()
@@ -452,11 +453,7 @@ def test_close_frees_the_batches_that_wait():
 
 def test_close_wakes_a_consumer_in_another_thread():
     release = threading.Event()
-    loader = Loader(
-        Rows(100, lambda indices: release.wait(10) and None),
-        mesh_of("data:1", 1),
-        global_batch_size=4,
-    )
+    loader = waiting_loader(release)
     caught = []
 
     def consume():
@@ -479,11 +476,7 @@ def test_close_wakes_a_consumer_in_another_thread():
 def test_close_does_not_wait_for_ever_for_a_read_that_hangs(monkeypatch, caplog):
     monkeypatch.setattr(prefetch, "JOIN_SECONDS", 0.1)
     release = threading.Event()
-    loader = Loader(
-        Rows(100, lambda indices: release.wait(30) and None),
-        mesh_of("data:1", 1),
-        global_batch_size=4,
-    )
+    loader = waiting_loader(release)
     started = time.monotonic()
     loader.close()
     assert time.monotonic() - started < 5

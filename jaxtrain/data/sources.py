@@ -95,8 +95,7 @@ class ArrayDataset:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory; arrays that are maps of files need none."""
-        bases = ((value, value.base) for value in self.arrays.values())
-        return sum(v.nbytes for v, base in bases if not isinstance(base, np.memmap))
+        return sum(a.nbytes for a in self.arrays.values() if not isinstance(a.base, np.memmap))
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies the rows `indices` (int64 [R], in this order): name -> [R, ...]."""
