@@ -165,13 +165,29 @@ def factor_over_nodes(
     return {axis: factors[axis] for axis in AXES}
 
 
+def find_unnested(factors: Mapping[str, tuple[int, int]]) -> tuple[str, str] | None:
+    """(axis that leaves the nodes, axis outside of it that stays in them); None if there are none.
+
+    Args:
+        factors: from `factor_over_nodes`.
+    """
+    crossing = ""
+    for axis in reversed(AXES):
+        across, inside = factors[axis]
+        if crossing and inside > 1:
+            return crossing, axis
+        if across > 1:
+            crossing = axis
+    return None
+
+
 def describe_mesh(mesh: Mesh) -> str:
     """Says a mesh in one line: sizes, devices, and how axes spread over nodes."""
     devices = list(mesh.devices.flat)
     sizes = dict(mesh.shape)
     text = f"mesh {format_sizes(sizes)} on {_count(len(devices), devices[0].platform)}"
     num_processes = len({device.process_index for device in devices})
-    num_nodes = len({_node(device) for device in devices})
+    num_nodes = len({node_of(device) for device in devices})
     if num_processes == 1:
         return text
     if num_nodes == 1:
@@ -248,16 +264,10 @@ def _warn_if_split_badly(
 def _require_nested(
     sizes: Mapping[str, int], factors: Mapping[str, tuple[int, int]], devices_per_node: int
 ) -> None:
-    """Checks that no axis leaves the nodes while one outside of it stays in them."""
-    crossing = ""
-    for axis in reversed(AXES):
-        across, inside = factors[axis]
-        if crossing and inside > 1:
-            break
-        if across > 1:
-            crossing = axis
-    else:
+    unnested = find_unnested(factors)
+    if unnested is None:
         return
+    crossing, axis = unnested
     num_nodes = math.prod(sizes.values()) // devices_per_node
     raise ConfigError(
         f"mesh={format_sizes(sizes)} does not fit {num_nodes} nodes of {devices_per_node} devices:"
@@ -287,7 +297,7 @@ def _nested_sizes(sizes: Mapping[str, int], devices_per_node: int) -> list[str]:
     return [text for _, text in sorted(found)[:3]]
 
 
-def _node(device: Any) -> Any:
+def node_of(device: Any) -> Any:
     """The node of a device: by name if a run of several processes was joined, else its process."""
     names = node_names()
     index = device.process_index
@@ -300,12 +310,12 @@ def _by_node(devices: Sequence[Any]) -> list[Any]:
     ordered = sorted(devices, key=place)
     first = {}
     for device in ordered:
-        first.setdefault(_node(device), len(first))
-    return sorted(ordered, key=lambda device: (first[_node(device)], place(device)))
+        first.setdefault(node_of(device), len(first))
+    return sorted(ordered, key=lambda device: (first[node_of(device)], place(device)))
 
 
 def _devices_per_node(devices: Sequence[Any]) -> int:
-    for what, key in (("process", lambda device: device.process_index), ("node", _node)):
+    for what, key in (("process", lambda device: device.process_index), ("node", node_of)):
         counts = collections.Counter(map(key, devices))
         if len(set(counts.values())) > 1:
             listed = ", ".join(f"{what} {i}: {n}" for i, n in sorted(counts.items()))

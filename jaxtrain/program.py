@@ -78,10 +78,10 @@ def train_program(
     Raises:
         ConfigError: for a batch or a layout that does not fit the mesh.
     """
-    _check_sizes(model, config, mesh, rules)
+    abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    _check_sizes(model, abstract_params, config, mesh, rules)
     learning_rate = frozen = None
     if tx is None:
-        abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
         tx = optim.make_optimizer(config.optimizer, abstract_params, num_steps=config.num_steps)
         frozen = optim.frozen_mask(config.optimizer, abstract_params)
         learning_rate = optim.learning_rate_schedule(config.optimizer, config.num_steps)
@@ -103,7 +103,9 @@ def train_program(
     return TrainProgram(tx, abstract, layout, step, program_options(config, mesh))
 
 
-def _check_sizes(model: Model, config: RunConfig, mesh: Mesh, rules: ShardingRules) -> None:
+def _check_sizes(
+    model: Model, abstract_params: Any, config: RunConfig, mesh: Mesh, rules: ShardingRules
+) -> None:
     """Names everything that does not divide at once: batch and parameters."""
     problems = []
     try:
@@ -111,7 +113,6 @@ def _check_sizes(model: Model, config: RunConfig, mesh: Mesh, rules: ShardingRul
     except ConfigError as error:
         problems.append(str(error))
     try:
-        abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
         param_shardings(abstract_params, model.logical_axes, mesh, rules)
     except ConfigError as error:
         problems.append(str(error))

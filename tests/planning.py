@@ -1,9 +1,38 @@
-"""Small optimised programs written by hand, in the form that XLA prints, for the tests of plans."""
+"""For the tests of plans: programs written by hand in the form that XLA prints, and experiments."""
 
 import dataclasses
 import textwrap
 
-from jaxtrain.plan import cost
+import numpy as np
+import pytest
+
+from jaxtrain.data.sources import ArrayDataset
+from jaxtrain.losses import lm_loss
+from jaxtrain.main import Experiment
+from jaxtrain.models.transformer import transformer
+from jaxtrain.plan import compile_target, cost
+
+needs_cuda = pytest.mark.skipif(
+    not all(map(compile_target._is_installed, compile_target._CUDA_PACKAGES)),
+    reason="needs the extra plan; install it with `bash scripts/setup.sh plan`",
+)
+needs_tpu = pytest.mark.skipif(
+    not compile_target._is_installed("libtpu"),
+    reason="needs the extra tpu; install it with `bash scripts/setup.sh tpu`",
+)
+
+
+def lm_builder(model_config, length):
+    """A `build` as `jaxtrain.main.run` takes it: a transformer, and a few rows of zeros."""
+    rows, mask = np.zeros((4, length), np.int32), np.ones((4, length), np.float32)
+    data = ArrayDataset({"tokens": rows, "targets": rows, "loss_mask": mask})
+
+    def build(config):
+        model = transformer(model_config, precision=config.precision, remat=config.remat)
+        return Experiment(model=model, loss_fn=lm_loss(model), train_data=data)
+
+    return build
+
 
 M, B, K = cost.MATRIX_EFFICIENCY, cost.BANDWIDTH_EFFICIENCY, cost.LINK_EFFICIENCY
 

@@ -3,13 +3,14 @@
 Shapes: B rows of a device and micro-batch, T length, D embed, L layers, V vocabulary.
 """
 
-import importlib.util
+import collections
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from planning import needs_cuda
 
 from jaxtrain.compile import compiler_options
 from jaxtrain.losses import lm_loss
@@ -28,11 +29,6 @@ CONFIG = TransformerConfig(
 )
 NUM_PARAMS = L * (4 * D * D + 3 * D * 1024 + 2 * D) + 2 * V * D + D
 IN_LAYERS = NUM_PARAMS - 2 * V * D - D
-
-needs_cuda_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="the extra `plan` compiles for GPUs",
-)
 
 
 def sent_by_formula(sizes, accumulate_steps):
@@ -72,7 +68,7 @@ CASES = [
 IN_CI = ("fsdp:4,tensor:2", 4)
 
 
-@needs_cuda_compiler
+@needs_cuda
 @pytest.mark.parametrize(
     ("text", "accumulate_steps"),
     [pytest.param(*case, marks=() if case == IN_CI else pytest.mark.long) for case in CASES],
@@ -82,7 +78,9 @@ def test_a_step_sends_what_the_formula_says(text, accumulate_steps):
     mesh = make_mesh(text, devices=devices)
     compiled = compiled_step(mesh, accumulate_steps)
     found = traffic.communication(hlo.parse(compiled.as_text()), dict(mesh.shape), 8)
-    sent = {axis: sum(links.values()) for axis, links in traffic.sums(found).items()}
+    sent = collections.defaultdict(float)
+    for collective in found:
+        sent[collective.axis] += collective.total_bytes_sent
     expected = sent_by_formula(dict(mesh.shape), accumulate_steps)
     for axis, size in mesh.shape.items():
         if size > 1:

@@ -3,25 +3,24 @@
 The GPU and TPU parts need the packages of the extras `plan` and `tpu` and are skipped without.
 """
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from planning import lm_builder, needs_cuda, needs_tpu
 
 from jaxtrain import ConfigError, ExitCode, RunConfig
 from jaxtrain.data.load import Loader, abstract_batch
 from jaxtrain.data.sources import ArrayDataset
-from jaxtrain.losses import lm_loss
-from jaxtrain.main import Experiment
 from jaxtrain.mesh import make_mesh
-from jaxtrain.models.transformer import TransformerConfig, transformer
+from jaxtrain.models.transformer import TransformerConfig
 from jaxtrain.plan import compile_target, hlo, planner, table
 from jaxtrain.plan.compile_target import DoesNotFit, compile_for, target_devices, target_here
 from jaxtrain.plan.planner import Planner
@@ -40,20 +39,7 @@ PLAN_FIELDS = {
     *("tokens_per_second_per_device", "fused_attention", "warnings", "min_hosts"),
 }
 
-has_cuda = all(map(compile_target._is_installed, compile_target._CUDA_PACKAGES))
-needs_cuda = pytest.mark.skipif(not has_cuda, reason="needs the extra plan")
-needs_tpu = pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the extra tpu")
-
-
-def data():
-    rows = np.zeros((64, LENGTH), np.int32)
-    mask = np.ones((64, LENGTH), np.float32)
-    return ArrayDataset({"tokens": rows, "targets": rows, "loss_mask": mask})
-
-
-def build(config):
-    model = transformer(MODEL, precision=config.precision, remat=config.remat)
-    return Experiment(model=model, loss_fn=lm_loss(model), train_data=data())
+build = lm_builder(MODEL, LENGTH)
 
 
 def config(**changes):
@@ -255,7 +241,6 @@ def test_a_compiler_that_is_out_of_memory_gives_a_plan(monkeypatch):
 )
 def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch, target, extra):
     monkeypatch.setattr(compile_target, "_is_installed", lambda _: False)
-    monkeypatch.setattr(compile_target.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"{extra}.*--plan={target}@cpu"):
         target_devices(parse_target(target))
 
@@ -263,6 +248,18 @@ def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch, target
 def test_the_devices_here_are_a_target():
     target = target_here()
     assert (target.kind.name, target.num_devices) == ("cpu", 8)
+
+
+def test_the_hosts_of_the_devices_here_are_nodes_and_not_processes(monkeypatch):
+    """One process for each GPU, as launchers of clusters start them."""
+    kind = "NVIDIA H100 80GB HBM3"
+    devices = [
+        types.SimpleNamespace(process_index=i, platform="gpu", device_kind=kind) for i in range(16)
+    ]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr("jaxtrain.mesh.node_names", lambda: ("a",) * 8 + ("b",) * 8)
+    target = target_here()
+    assert (target.kind.name, target.num_hosts, target.devices_per_host) == ("h100", 2, 8)
 
 
 # Other devices

@@ -12,13 +12,11 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from planning import lm_builder
 
 from jaxtrain import RunConfig
 from jaxtrain.charts import stacked_bar
-from jaxtrain.data.sources import ArrayDataset
-from jaxtrain.losses import lm_loss
-from jaxtrain.main import Experiment
-from jaxtrain.models.transformer import TransformerConfig, transformer
+from jaxtrain.models.transformer import TransformerConfig
 from jaxtrain.plan import commands, html
 from jaxtrain.plan.planner import Planner
 from jaxtrain.plan.targets import parse_target
@@ -28,14 +26,7 @@ LENGTH = 32
 MODEL = TransformerConfig(
     vocab_size=128, num_layers=2, embed_dim=64, num_heads=4, mlp_dim=128, scan_unroll=1
 )
-
-
-def build(config):
-    model = transformer(MODEL, precision=config.precision, remat=config.remat)
-    rows = np.zeros((4, LENGTH), np.int32)
-    mask = np.ones((4, LENGTH), np.float32)
-    data = ArrayDataset({"tokens": rows, "targets": rows, "loss_mask": mask})
-    return Experiment(model=model, loss_fn=lm_loss(model), train_data=data)
+build = lm_builder(MODEL, LENGTH)
 
 
 @pytest.fixture(scope="module")

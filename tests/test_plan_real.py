@@ -4,7 +4,6 @@ The model is small, the program is not: the real compilers, the real number of d
 are in scripts/plan_suite.sh.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from jaxtrain.plan import compile_target
+from planning import needs_cuda, needs_tpu
 
 ROOT = Path(__file__).parents[1]
 FLAGS = ("--model=llama3.2-1b", "--model.num_layers=2", "--precision=bfloat16")
@@ -21,14 +19,6 @@ FLAGS = ("--model=llama3.2-1b", "--model.num_layers=2", "--precision=bfloat16")
 SMALL = (
     *("--model.embed_dim=512", "--model.num_heads=4", "--model.num_kv_heads=4"),
     "--model.mlp_dim=1024",
-)
-has_cuda = all(map(compile_target._is_installed, compile_target._CUDA_PACKAGES))
-needs_cuda = pytest.mark.skipif(
-    not has_cuda, reason="needs the extra plan; install it with `bash scripts/setup.sh plan`"
-)
-needs_tpu = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"),
-    reason="needs the extra tpu; install it with `bash scripts/setup.sh tpu`",
 )
 
 

@@ -2,24 +2,23 @@
 
 import dataclasses
 import functools
-import importlib.util
 import math
 
 import jax
 import numpy as np
 import pytest
-from planning import MACHINE
+from planning import MACHINE, lm_builder, needs_tpu
 
 from jaxtrain import ConfigError, RunConfig
 from jaxtrain.data.sources import ArrayDataset
 from jaxtrain.losses import classification_loss, lm_loss
 from jaxtrain.main import Experiment
-from jaxtrain.mesh import format_sizes, parse_mesh
+from jaxtrain.mesh import factor_over_nodes, find_unnested, format_sizes, parse_mesh
 from jaxtrain.models.convnet import convnet
 from jaxtrain.models.convnet_config import ConvNetConfig
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.plan import commands, compile_target, cost, reasons, search, work
-from jaxtrain.plan.analytic import Analysis, Candidate, is_nested, meshes, micro_batches
+from jaxtrain.plan.analytic import Analysis, Candidate, meshes, micro_batches
 from jaxtrain.plan.planner import Planner
 from jaxtrain.plan.targets import parse_target
 from jaxtrain.plan.traced import row_flops
@@ -28,14 +27,7 @@ LENGTH = 64
 MODEL = TransformerConfig(
     vocab_size=256, num_layers=3, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=192
 )
-
-
-def build(config):
-    model = transformer(MODEL, precision=config.precision, remat=config.remat)
-    rows = np.zeros((4, LENGTH), np.int32)
-    mask = np.ones((4, LENGTH), np.float32)
-    data = ArrayDataset({"tokens": rows, "targets": rows, "loss_mask": mask})
-    return Experiment(model=model, loss_fn=lm_loss(model), train_data=data)
+build = lm_builder(MODEL, LENGTH)
 
 
 def config(**changes):
@@ -131,9 +123,10 @@ def test_candidates_are_those_that_batch_and_model_allow(analysis):
 
 
 def test_no_axis_leaves_the_hosts_while_an_outer_one_stays_inside():
-    assert is_nested({"data": 3, "fsdp": 8, "tensor": 1}, 8)
-    assert is_nested({"data": 1, "fsdp": 4, "tensor": 4}, 8)
-    assert not is_nested({"data": 1, "fsdp": 8, "tensor": 3}, 8)
+    assert find_unnested(factor_over_nodes({"data": 3, "fsdp": 8, "tensor": 1}, 8)) is None
+    assert find_unnested(factor_over_nodes({"data": 1, "fsdp": 4, "tensor": 4}, 8)) is None
+    found = find_unnested(factor_over_nodes({"data": 1, "fsdp": 8, "tensor": 3}, 8))
+    assert found == ("tensor", "fsdp")
 
 
 def test_state_is_that_of_the_layout(analysis):
@@ -403,10 +396,7 @@ def test_the_devices_at_hand_keep_remat_and_micro_batches(monkeypatch):
     assert found == dataclasses.replace(run, mesh=planned[0][0])
 
 
-@pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"),
-    reason="needs the extra tpu; install it with `bash scripts/setup.sh tpu`",
-)
+@needs_tpu
 def test_meshes_of_tpus_lie_on_their_torus():
     run = config()
     planner = Planner(build, run, parse_target("tpu-v5p:2x2x4"))

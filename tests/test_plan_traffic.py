@@ -9,7 +9,7 @@ from planning import CONDITION, computation, module_text, tpu_gather, while_text
 
 from jaxtrain.mesh import make_mesh
 from jaxtrain.plan import hlo
-from jaxtrain.plan.traffic import bytes_sent, communication, loop_scopes, parse_groups, sums
+from jaxtrain.plan.traffic import bytes_sent, communication, loop_scopes, parse_groups
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -140,9 +140,8 @@ def test_loops_multiply_and_name_themselves():
     body = body.replace("GROUPS", "replica_groups=[4,2]<=[8]")
     entry = f"%init = (s32[], bf16[64,128]{{1,0}}) parameter(0)\n{while_text(6)}"
     (found,) = listed(entry, body, CONDITION)
-    assert (found.times, found.loops, found.is_async) == (6, ("accumulate", "layers"), True)
+    assert (found.times, found.loops) == (6, ("accumulate", "layers"))
     assert found.total_bytes_sent == 6 * found.bytes_sent == 6 * 64 * 128 * 2
-    assert sums([found, found]) == {"tensor": {"inside": 12 * 64 * 128 * 2}}
 
 
 @pytest.mark.parametrize(
@@ -172,12 +171,12 @@ def test_collectives_behind_async_start_are_found():
     ROOT %d = f32[100]{0} async-done(%u), calls=%wrapped
     """
     (found,) = listed(entry, wrapped)
-    assert (found.kind, found.bytes_sent, found.is_async) == ("reduce-scatter", 2800, True)
+    assert (found.kind, found.bytes_sent) == ("reduce-scatter", 2800)
 
 
 def test_the_fusions_of_a_tpu_are_one_collective():
     (found,) = listed(*tpu_gather())
-    assert (found.name, found.kind, found.is_async) == ("s", "all-gather", True)
+    assert (found.name, found.kind) == ("s", "all-gather")
     assert (found.axis, found.bytes_sent) == ("fsdp+tensor", 3e6)
 
 

@@ -37,7 +37,7 @@ from jaxtrain import optim
 from jaxtrain.config import RunConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout_audit import Audit, Row, audit_state
-from jaxtrain.mesh import AXES, factor_over_nodes, format_sizes, make_mesh
+from jaxtrain.mesh import AXES, factor_over_nodes, find_unnested, format_sizes, make_mesh
 from jaxtrain.models.functional import as_model
 from jaxtrain.plan import cost, traffic
 from jaxtrain.plan.memory import available
@@ -141,11 +141,13 @@ class Analysis:
 
     def candidates(self, target: Target, remats: Sequence[str]) -> Iterator[Candidate]:
         """All that model, batch, rules and hosts allow."""
+        has_torus = self._planner.devices[0].platform == "tpu"
         for mesh in meshes(target.num_devices):
             rows = self._rows(dict(mesh))
             if rows != int(rows) or self.layout(mesh) is None:
                 continue
-            if not target.torus and not is_nested(dict(mesh), target.devices_per_host):
+            factors = factor_over_nodes(dict(mesh), target.devices_per_host)
+            if not has_torus and find_unnested(factors) is not None:
                 continue
             for remat, steps in itertools.product(remats, micro_batches(int(rows))):
                 yield Candidate(mesh, remat, steps)
@@ -200,7 +202,7 @@ class Analysis:
         gradients = sum(row.bytes_per_device for row in layout.rows if row.group == "params")
         moved += _UPDATE_PASSES * (layout.bytes_per_device + gradients)
         moved += 2 * gradients * (candidate.accumulate_steps - 1)
-        return sum(cost.kernel_seconds(Kernel(flops, int(moved)), target))
+        return sum(cost.kernel_seconds(Kernel(flops, int(moved)), target.kind))
 
     def _exposed_seconds(
         self, candidate: Candidate, layout: Audit, kernels: float, target: Target
@@ -266,18 +268,6 @@ def meshes(num_devices: int) -> list[tuple[tuple[str, int], ...]]:
     ]
 
 
-def is_nested(sizes: Mapping[str, int], devices_per_host: int) -> bool:
-    """Whether no axis leaves the hosts while one outside of it stays in them."""
-    factors = factor_over_nodes(sizes, devices_per_host)
-    crosses = False
-    for axis in reversed(AXES):
-        across, inside = factors[axis]
-        if crosses and inside > 1:
-            return False
-        crosses = crosses or across > 1
-    return True
-
-
 def micro_batches(rows: int) -> list[int]:
     """Numbers of micro-batches to look at for so many rows on a device."""
     powers = [2**exponent for exponent in range(rows.bit_length())]
@@ -306,11 +296,9 @@ def _link_seconds(
         dtypes=(),
         times=1,
         loops=(),
-        is_async=True,
-        op_name="",
         source="",
     )
-    return cost.link_seconds(collective, target)
+    return cost.link_seconds(collective, target.kind)
 
 
 def _is_stacked(row: Row) -> bool:

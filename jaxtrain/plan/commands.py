@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.agreement import from_primary, together
 from jaxtrain.checkpoint_files import absolute
 from jaxtrain.config import RunConfig
 from jaxtrain.errors import ConfigError, ExitCode
@@ -16,7 +17,7 @@ from jaxtrain.mesh import AUTO
 from jaxtrain.output_files import replace_file
 from jaxtrain.plan import html, table
 from jaxtrain.plan.compile_target import target_here
-from jaxtrain.plan.planner import Planner
+from jaxtrain.plan.planner import Plan, Planner
 from jaxtrain.plan.search import Search
 from jaxtrain.plan.targets import Target
 
@@ -50,9 +51,17 @@ def with_best_mesh[R: RunConfig](experiment: Any, config: R) -> R:
     """What `--mesh=auto` does without `--plan`: the run with the best mesh for the devices at hand.
 
     Remat and micro-batches stay as they are. One device has one mesh, and nothing is compiled.
+    Every process searches, and what process 0 found counts: a search minds the time.
     """
     if jax.device_count() == 1:
         return dataclasses.replace(config, mesh="fsdp:1")
+    with together():
+        plan = _search_here(experiment, config)
+    mesh = from_primary(lambda: plan.flags[0].removeprefix("--mesh="))
+    return dataclasses.replace(config, mesh=mesh)
+
+
+def _search_here(experiment: Any, config: RunConfig) -> Plan:
     try:
         target = target_here()
     except ConfigError as error:
@@ -63,7 +72,7 @@ def with_best_mesh[R: RunConfig](experiment: Any, config: R) -> R:
         _logger.info("mesh=auto: %s", ranked.reason)
     if not plan.fits:
         raise ConfigError(f"mesh=auto: {plan.warnings[0].text}")
-    return dataclasses.replace(config, mesh=plan.flags[0].removeprefix("--mesh="))
+    return plan
 
 
 def device_count(target: Target | None) -> int:

@@ -17,8 +17,16 @@ from jax.experimental import topologies
 from jaxtrain.backend import captured_stderr
 from jaxtrain.compile import CompiledStep
 from jaxtrain.errors import ConfigError
+from jaxtrain.mesh import node_of
 from jaxtrain.plan import buffers, hlo
-from jaxtrain.plan.targets import SIMULATED, Target, device_kind, gpu_target_config, kind_of
+from jaxtrain.plan.targets import (
+    HERE,
+    SIMULATED,
+    Target,
+    device_kind,
+    gpu_target_config,
+    kind_of,
+)
 from jaxtrain.program import TrainProgram
 
 _CUDA_PACKAGES = {
@@ -90,9 +98,9 @@ def target_here() -> Target:
             f"plan=here: there are no figures of {devices[0].device_kind!r}; add a file of them to"
             f" jaxtrain/plan/targets/, or plan for a target that has one"
         )
-    num_hosts = len({device.process_index for device in devices})
+    num_hosts = len({node_of(device) for device in devices})
     return Target(
-        text="here", kind=kind, num_hosts=num_hosts, devices_per_host=len(devices) // num_hosts
+        text=HERE, kind=kind, num_hosts=num_hosts, devices_per_host=len(devices) // num_hosts
     )
 
 
@@ -103,7 +111,7 @@ def target_devices(target: Target) -> tuple[Target, list[Any]]:
         ConfigError: when the packages that describe them are not installed, or do not know them.
     """
     kind = target.kind
-    if target.text == "here" or target.is_simulated or kind.platform == "cpu":
+    if target.text == HERE or target.is_simulated or kind.platform == "cpu":
         return target, list(jax.devices())
     _check_packages(target)
     try:
@@ -119,7 +127,7 @@ def target_devices(target: Target) -> tuple[Target, list[Any]]:
                 topology=shape,
                 target_config=gpu_target_config(kind),
             )
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # by PJRT; of what it does not support a NotImplementedError
         raise ConfigError(
             f"plan={target.text}: the compiler does not know such devices"
             f" ({_sentence(str(error))}); use another shape, or a newer jax"
@@ -153,7 +161,7 @@ def compile_for(
         failure: Exception | None = None
         try:
             step = seen.compile(batch)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:  # by XLA; what JAX cannot lower is a NotImplementedError
             failure = error
         on.close()
         if failure is not None:
@@ -165,7 +173,7 @@ def compile_for(
 
 def _check_packages(target: Target) -> None:
     if target.kind.platform == "tpu":
-        missing = [] if importlib.util.find_spec("libtpu") else ["libtpu"]
+        missing = [] if _is_installed("libtpu") else ["libtpu"]
         extra = "tpu"
     else:
         missing = [name for module, name in _CUDA_PACKAGES.items() if not _is_installed(module)]

@@ -46,7 +46,7 @@ _RATE_8_BIT = 2.0
 
 
 class Machine(Protocol):
-    """What a target has, per device; nominal rates, links one way."""
+    """What a kind of device has (`targets.DeviceKind`); nominal rates, links one way."""
 
     @property
     def peak_flops(self) -> float:

@@ -4,7 +4,7 @@ The page is self-contained: inline SVG and CSS, no JavaScript, nothing fetched. 
 `Plan.to_json` returns, or what a `plan.json` holds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import jaxtrain
 from jaxtrain import report_tables, units
 from jaxtrain.charts import stacked_bar
+from jaxtrain.mesh import format_sizes
 from jaxtrain.report_run import Run
 
 _WIDTH = 1030  # in pixels, of a chart as wide as the page
@@ -137,46 +138,52 @@ def _ranking(plan: Mapping[str, Any]) -> str:
     if not plan["ranking"]:
         return ""
     slowest = max(ranked["step_seconds"] or 0.0 for ranked in plan["ranking"]) or 1.0
-    rows = ""
+    columns = {
+        "": "number", "choice": "key", "step": "number", "memory per device": "number",
+        "why": "note",
+    }  # fmt: skip
+    rows = []
     for place, ranked in enumerate(plan["ranking"], start=1):
         step, peak = ranked["step_seconds"] or 0.0, ranked["peak_bytes_per_device"]
         has = ranked["device_bytes"] or 1
         style = "" if ranked["fits"] else ' class="bad"'
         names = ", ".join(_choice([*ranked["flags"][:1], *ranked["flags"][2:4]]))
-        rows += (
-            f'<tr><td class="number">{place}</td><td class="key">{escape(names)}</td>'
-            f'<td class="number">{units.seconds(step)}{_meter(step / slowest)}</td>'
-            f'<td class="number"><span{style}>{units.nbytes(peak)}</span>{_meter(peak / has)}</td>'
-            f'<td class="note">{escape(ranked["reason"])}</td></tr>'
+        rows.append(
+            (
+                str(place),
+                escape(names),
+                f"{units.seconds(step)}{_meter(step / slowest)}",
+                f"<span{style}>{units.nbytes(peak)}</span>{_meter(peak / has)}",
+                escape(ranked["reason"]),
+            )
         )
     return (
         "<h2>Ranked meshes</h2>\n"
         f"<p>{plan['num_considered']} combinations of mesh, remat and micro-batches were estimated,"
         f" {len(plan['ranking'])} compiled for the target.</p>"
-        '<div class="wide"><table><tr><th></th><th>choice</th><th class="number">step</th>'
-        '<th class="number">memory per device</th><th>why</th></tr>'
-        f"{rows}</table></div>{_estimates(plan)}"
+        f"{_table(columns, rows)}{_estimates(plan)}"
     )
 
 
 def _estimates(plan: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(_mesh(row['mesh']))}</td><td>{escape(row['remat'])}</td>"
-        f'<td class="number">{row["accumulate_steps"]}</td>'
-        f'<td class="number">{units.seconds(row["step_seconds"])}</td>'
-        f'<td class="number">{units.nbytes(row["bytes_per_device"])}</td></tr>'
+    columns = {
+        "mesh": "", "remat": "", "micro-batches": "number", "step": "number",
+        "memory per device": "number",
+    }  # fmt: skip
+    rows = (
+        (
+            format_sizes(row["mesh"]),
+            escape(row["remat"]),
+            str(row["accumulate_steps"]),
+            units.seconds(row["step_seconds"]),
+            units.nbytes(row["bytes_per_device"]),
+        )
         for row in plan["estimates"]
     )
     return (
         "<details><summary>the fastest of the estimates (not compiled)</summary>"
-        '<div class="wide"><table><tr><th>mesh</th><th>remat</th>'
-        '<th class="number">micro-batches</th><th class="number">step</th>'
-        f'<th class="number">memory per device</th></tr>{rows}</table></div></details>'
+        f"{_table(columns, rows)}</details>"
     )
-
-
-def _mesh(sizes: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}:{size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def _meter(share: float) -> str:
@@ -212,18 +219,20 @@ def _memory(plan: Mapping[str, Any]) -> str:
 def _buffers(plan: Mapping[str, Any]) -> str:
     if not plan["buffers"]:
         return ""
-    rows = "".join(
-        f'<tr><td class="number">{units.nbytes(buffer["num_bytes"])}</td>'
-        f'<td class="key"><code>{escape(buffer["shape"])}</code></td>'
-        f"<td>{escape(_said(buffer['memory_class']))}</td>"
-        f"<td><code>{escape(buffer['source'] or '-')}</code></td>"
-        f'<td class="note"><code>{escape(buffer["op_name"])}</code></td></tr>'
+    columns = {"bytes": "number", "array": "key", "class": "", "line": "", "scope": "note"}
+    rows = (
+        (
+            units.nbytes(buffer["num_bytes"]),
+            f"<code>{escape(buffer['shape'])}</code>",
+            escape(_said(buffer["memory_class"])),
+            f"<code>{escape(buffer['source'] or '-')}</code>",
+            f"<code>{escape(buffer['op_name'])}</code>",
+        )
         for buffer in plan["buffers"]
     )
     return (
         "<details><summary>the largest temporaries at the peak, and the code they are from"
-        '</summary><div class="wide"><table><tr><th class="number">bytes</th><th>array</th>'
-        f"<th>class</th><th>line</th><th>scope</th></tr>{rows}</table></div></details>"
+        f"</summary>{_table(columns, rows)}</details>"
     )
 
 
@@ -277,23 +286,47 @@ def _kernels(plan: Mapping[str, Any]) -> str:
 def _links(plan: Mapping[str, Any]) -> str:
     if not plan["communication"]:
         return ""
-    rows = "".join(
-        f"<tr><td>{escape(axis)}</td>"
-        f'<td class="number">{units.nbytes(time["bytes_sent_per_device"])}</td>'
-        f'<td class="number">{units.seconds(time["seconds"])}</td>'
-        f'<td class="number">{units.seconds(time["exposed_seconds"])}</td></tr>'
+    columns = {
+        "communication over": "", "sent by a device": "number", "time": "number",
+        "exposed": "number",
+    }  # fmt: skip
+    rows = (
+        (
+            escape(axis),
+            units.nbytes(time["bytes_sent_per_device"]),
+            units.seconds(time["seconds"]),
+            units.seconds(time["exposed_seconds"]),
+        )
         for axis, time in plan["communication"].items()
     )
-    return (
-        '<div class="wide below"><table><tr><th>communication over</th>'
-        '<th class="number">sent by a device</th><th class="number">time</th>'
-        f'<th class="number">exposed</th></tr>{rows}</table></div>'
-    )
+    return _table(columns, rows, style="wide below")
 
 
 def _layout(plan: Mapping[str, Any]) -> str:
     name = f"plan for {plan['target']}"
     return report_tables.layout(Run(name, [], [], {}, {}, plan["audit"], []))
+
+
+def _table(
+    columns: Mapping[str, str], rows: Iterable[Sequence[str]], *, style: str = "wide"
+) -> str:
+    """A table of cells that are HTML already.
+
+    Args:
+        columns: name -> class of its cells.
+        rows: one cell for each column.
+        style: class of the box around it.
+    """
+
+    def cell(tag: str, text: str, kind: str) -> str:
+        return f'<{tag} class="{kind}">{text}</{tag}>' if kind else f"<{tag}>{text}</{tag}>"
+
+    # Over numbers a name stands to the right as they do.
+    head = (cell("th", name, kind * (kind == "number")) for name, kind in columns.items())
+    lines = ["".join(head)]
+    lines += ["".join(map(cell, ["td"] * len(row), row, columns.values())) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="{style}"><table>{body}</table></div>'
 
 
 def _row(name: str, style: str, value: str, share: float, note: str) -> str:

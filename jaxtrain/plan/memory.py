@@ -11,8 +11,7 @@ reserve: the price of arranging them.
 
 import dataclasses
 import math
-import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +19,10 @@ import jax
 from jaxtrain.compile import CompiledStep
 from jaxtrain.mesh import factor_over_nodes
 from jaxtrain.plan import buffers, hlo
-from jaxtrain.plan.origin import origin
+from jaxtrain.plan.origin import Origin, origin, short_source
 from jaxtrain.plan.targets import Target
 from jaxtrain.program import TrainProgram
+from jaxtrain.rules import as_axes
 from jaxtrain.tree import named_leaves
 from jaxtrain.units import nbytes
 
@@ -118,16 +118,15 @@ def memory_of(
     gradient_shapes = _gradient_shapes(program)
     found = []
     for value in assignment.at_peak:
-        computation, maker = makers.get(value.instruction, (None, None))
-        op_name = maker.op_name if maker else ""
-        shape = value.shape.partition("{")[0]
-        if computation is not None and maker is not None and not op_name:
-            op_name = origin(module, computation, maker, value.index).op_name
+        shape, made, op_name = value.shape.partition("{")[0], Origin("", ""), ""
+        if value.instruction in makers:
+            computation, maker = makers[value.instruction]
+            made = origin(module, computation, maker, value.index)
+            op_name = maker.op_name or made.op_name
         name = _class_of(shape, op_name, gradient_shapes)
         classes[name] += value.num_bytes
-        if len(found) < _NUM_SHOWN and computation is not None and maker is not None:
-            made = origin(module, computation, maker, value.index)
-            line = _short(made.source)
+        if len(found) < _NUM_SHOWN and value.instruction in makers:
+            line = short_source(made.source)
             found.append(Buffer(value.num_bytes, name, shape, made.op_name, line))
     # What the assignment does not name: metrics, constants, and scalars of the program.
     classes["reserve"] = max(assignment.temp_bytes - assignment.live_bytes, 0)
@@ -199,12 +198,11 @@ def host_memory(
     time; on CPU neither copies. Devices that live in the host's memory come on top of this, see
     `with_devices`.
     """
-    share = max(target.num_hosts, 1)
     rows = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch.values())
     uses = {
         "process": _PROCESS_BYTES,
         "data": int(getattr(data, "num_bytes", 0)),
-        "batches": _BATCHES_AHEAD * -(-rows // share),
+        "batches": _BATCHES_AHEAD * -(-rows // target.num_hosts),
     }
     state = jax.tree.leaves(program.abstract)
     if target.kind.platform != "cpu":
@@ -246,7 +244,7 @@ def _local_bytes(tree: Any) -> int:
 def _host_bytes(leaf: Any, target: Target) -> int:
     """Bytes of the different shards on the devices of one host."""
     sizes = factor_over_nodes(leaf.sharding.mesh.shape, target.devices_per_host)
-    axes = [axis for dim in range(leaf.ndim) for axis in _axes(leaf.sharding.spec, dim)]
+    axes = [axis for entry in leaf.sharding.spec for axis in as_axes(entry) or ()]
     num_shards = math.prod(sizes[axis][1] for axis in axes)
     return num_shards * math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
 
@@ -265,11 +263,10 @@ def _gradient_shapes(program: TrainProgram) -> set[tuple[int, ...]]:
     shapes = set()
     for path, leaf in named_leaves(program.abstract.params):
         stored = leaf.sharding.shard_shape(leaf.shape)
-        mesh = leaf.sharding.mesh
-        gathered = tuple(
-            size * (mesh.shape["fsdp"] if "fsdp" in _axes(leaf.sharding.spec, dim) else 1)
-            for dim, size in enumerate(stored)
-        )
+        num_shards = leaf.sharding.mesh.shape["fsdp"]
+        gathered = list(stored)
+        for dim, entry in enumerate(leaf.sharding.spec):
+            gathered[dim] *= num_shards if "fsdp" in (as_axes(entry) or ()) else 1
         for shape in (stored, gathered):
             shapes.add(_sorted(shape))
             if path.startswith("layers/"):
@@ -277,12 +274,7 @@ def _gradient_shapes(program: TrainProgram) -> set[tuple[int, ...]]:
     return {shape for shape in shapes if len(shape) > 0}
 
 
-def _axes(spec: Any, dim: int) -> tuple[str, ...]:
-    entry = spec[dim] if dim < len(spec) else None
-    return entry if isinstance(entry, tuple) else (entry,) if entry else ()
-
-
-def _sorted(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _sorted(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(size for size in shape if size != 1))
 
 
@@ -304,16 +296,3 @@ def _class_of(shape: str, op_name: str, gradient_shapes: set[tuple[int, ...]]) -
 
 def _without_zeros(classes: Mapping[str, int]) -> dict[str, int]:
     return {name: classes[name] for name in CLASSES if classes[name]}
-
-
-def _short(source: str) -> str:
-    """Shortens a path to what follows the last directory of packages or of the project."""
-    path, _, line = source.rpartition(":")
-    if not path:
-        return source
-    parts = pathlib.PurePath(path).parts
-    for mark in ("site-packages", "jaxtrain", "experiments"):
-        if mark in parts:
-            start = len(parts) - 1 - parts[::-1].index(mark)
-            return f"{'/'.join(parts[start + (mark == 'site-packages') :])}:{line}"
-    return f"{'/'.join(parts[-2:])}:{line}"

@@ -6,6 +6,7 @@ the array is followed to its maker through fusions, loops and operations that on
 """
 
 import functools
+import pathlib
 from typing import NamedTuple
 
 from jaxtrain.plan.hlo import Computation, Instruction, Module
@@ -68,6 +69,19 @@ def origin(
             return best
         computation, maker, index = found
     return best
+
+
+def short_source(source: str) -> str:
+    """Shortens a path to what follows the last directory of packages or of the project."""
+    path, _, line = source.rpartition(":")
+    if not path:
+        return source
+    parts = pathlib.PurePath(path).parts
+    for mark in ("site-packages", "jaxtrain", "experiments"):
+        if mark in parts:
+            start = len(parts) - 1 - parts[::-1].index(mark)
+            return f"{'/'.join(parts[start + (mark == 'site-packages') :])}:{line}"
+    return f"{'/'.join(parts[-2:])}:{line}"
 
 
 def _filler(

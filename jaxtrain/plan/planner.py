@@ -40,7 +40,7 @@ from jaxtrain.plan.memory import (
     this_host_bytes,
     with_devices,
 )
-from jaxtrain.plan.targets import Target, as_json
+from jaxtrain.plan.targets import HERE, Target, as_json
 from jaxtrain.program import TrainProgram, train_program
 from jaxtrain.units import nbytes
 
@@ -115,7 +115,7 @@ class Plan:
         return ExitCode.OK if self.fits else ExitCode.CONFIG
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the names of issue and documentation."""
+        """Plain values."""
         p = self.prediction
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["prediction"]
@@ -176,10 +176,11 @@ class Planner:
 
     def mesh(self, config: RunConfig) -> Mesh:
         """The mesh of a configuration over the target's devices."""
-        per_host = self.target.devices_per_host
+        # Which of the devices at hand share a node, `make_mesh` finds out as it does for the run.
+        per_host = None if self.target.text == HERE else self.target.devices_per_host
         try:
             return make_mesh(config.mesh, devices=self.devices, devices_per_node=per_host)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # by `jax.make_mesh`, on a torus
             torus = "x".join(map(str, self.target.torus))
             raise ConfigError(
                 f"mesh={config.mesh} cannot be laid on a torus of {torus} chips: every axis takes"
@@ -249,7 +250,7 @@ class Planner:
         collectives = traffic.communication(module, dict(mesh.shape), target.devices_per_host)
         has = available(target, config.memory_fraction, len({c.axis for c in collectives}))
         done = work.count(module)
-        prediction = cost.predict(module, collectives, target, **self._tokens(config, batch))
+        prediction = cost.predict(module, collectives, target.kind, **self._tokens(config, batch))
         warnings = [
             *advice.involuntary_remat(compiled.involuntary_remat),
             *advice.warnings(module, collectives, prediction),
@@ -319,14 +320,13 @@ class Planner:
 
 
 def _flags(config: RunConfig, mesh: Mesh) -> tuple[str, ...]:
-    flags = (
+    return (
         f"--mesh={format_sizes(dict(mesh.shape))}",
         f"--global_batch_size={config.global_batch_size}",
         f"--accumulate_steps={config.accumulate_steps}",
         f"--remat={config.remat}",
         f"--precision={config.precision}",
     )
-    return flags
 
 
 def _estimate(target: Target) -> list[advice.Warned]:

@@ -21,7 +21,7 @@ from jaxtrain.errors import ConfigError
 from jaxtrain.plan.analytic import Analysis, Candidate, Estimate
 from jaxtrain.plan.planner import Plan, Planner
 from jaxtrain.plan.reasons import reason, refusal
-from jaxtrain.plan.targets import Target, parse_target
+from jaxtrain.plan.targets import HERE, Target, parse_target
 from jaxtrain.units import seconds
 
 _NUM_WANTED = 3
@@ -49,7 +49,6 @@ _logger = logging.getLogger("jaxtrain")
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
     candidate: Candidate
-    estimate: Estimate
     plan: Plan
 
 
@@ -78,7 +77,7 @@ class Search:
         Raises:
             ConfigError: when no mesh can use exactly these devices.
         """
-        target, self._begin = self._planner.target, time.monotonic()
+        target = self._planner.target
         estimates = self._estimates(target)
         if not estimates:
             raise ConfigError(self._no_mesh(target))
@@ -193,14 +192,14 @@ class Search:
         self._corrections[candidate.remat] = max(work / max(estimate.work_bytes, 1), 0.1)
         if plan.step_seconds:
             self._slowness[_kind(candidate)] = plan.step_seconds / estimate.step_seconds
-        return _Compiled(candidate, estimate, plan)
+        return _Compiled(candidate, plan)
 
     # Hosts ------------------------------------------------------------------------------------
 
     def _min_hosts(self, compiled: Sequence[_Compiled]) -> tuple[int | None, Plan | None]:
         """The smallest number of hosts for which a compiled step fits, and that step's plan."""
         target, best = self._planner.target, compiled[0].plan
-        if target.kind.platform == "cpu" or target.is_simulated or target.text == "here":
+        if target.kind.platform == "cpu" or target.is_simulated or target.text == HERE:
             return best.min_hosts, None
         num_tried = 0
         for other in hosts_like(target):
@@ -253,13 +252,13 @@ def _kind(candidate: Candidate) -> tuple[str, bool]:
 
 def _is_on_torus(planner: Planner, target: Target, mesh: tuple[tuple[str, int], ...]) -> bool:
     """Whether the axes of a mesh can be laid along those of a TPU's torus."""
-    if not target.torus:
+    if planner.devices[0].platform != "tpu":
         return True
     devices = planner.devices if target == planner.target else planner.on(target).devices
     names, sizes = zip(*mesh, strict=True)
     try:
         jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
-    except NotImplementedError:
+    except NotImplementedError:  # by `jax.make_mesh`, where no dims of the torus fit
         return False
     return True
 

@@ -82,31 +82,6 @@ class Target:
         """Over all hosts."""
         return self.num_hosts * self.devices_per_host
 
-    @property
-    def peak_flops(self) -> float:
-        """FLOP/s of one device's matrix units in bfloat16."""
-        return self.kind.peak_flops
-
-    @property
-    def float32_rate(self) -> float:
-        """Rate of float32 operands as a share of `peak_flops`."""
-        return self.kind.float32_rate
-
-    @property
-    def memory_bandwidth(self) -> float:
-        """Bytes per second of one device."""
-        return self.kind.memory_bandwidth
-
-    @property
-    def link_bandwidth(self) -> float:
-        """Bytes per second of one device to those of its host."""
-        return self.kind.link_bandwidth
-
-    @property
-    def network_bandwidth(self) -> float:
-        """Bytes per second of one device to those of other hosts."""
-        return self.kind.network_bandwidth
-
     def on_hosts(self, num_hosts: int) -> "Target":
         """The same hosts, another number of them."""
         if self.torus:

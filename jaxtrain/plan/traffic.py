@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -48,9 +48,6 @@ class Collective:
     """How often it runs in one call of the program."""
     loops: tuple[str, ...]
     """Scopes of the loops around it, outermost first, e.g. `accumulate`, `layers`."""
-    is_async: bool
-    """Whether other work may be launched while it runs."""
-    op_name: str
     source: str
     """`file:line` that traced it."""
 
@@ -58,11 +55,6 @@ class Collective:
     def spans_hosts(self) -> bool:
         """Whether its bytes go over the network."""
         return self.devices_inside < self.group_size
-
-    @property
-    def link(self) -> str:
-        """`inside` a host or `between` hosts."""
-        return "between" if self.spans_hosts else "inside"
 
     @property
     def total_bytes_sent(self) -> float:
@@ -98,15 +90,6 @@ def communication(
         if part is not None and part.kind != "recv" and part.role in ("start", "whole"):
             found.append(_collective(module, site, part, layout))
     return found
-
-
-def sums(collectives: Sequence[Collective]) -> dict[str, dict[str, float]]:
-    """Axis -> link (`inside`, `between`) -> bytes that one device sends in a step."""
-    totals: dict[str, dict[str, float]] = {}
-    for collective in collectives:
-        links = totals.setdefault(collective.axis, {})
-        links[collective.link] = links.get(collective.link, 0.0) + collective.total_bytes_sent
-    return totals
 
 
 def bytes_sent(kind: str, num_bytes: float, group_size: int) -> float:
@@ -149,8 +132,6 @@ def _collective(module: Module, site: Site, part: Part, layout: "_Layout") -> Co
         dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
         times=site.times,
         loops=loop_scopes(inner.op_name),
-        is_async=part.role == "start",
-        op_name=inner.op_name,
         source=module.source(inner),
     )
 
