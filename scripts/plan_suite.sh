@@ -124,7 +124,9 @@ lines = [
     f"Made by `bash scripts/plan_suite.sh` on {machine}; sequence length 8,192, bfloat16. Nothing",
     "ran: every step time is a prediction. *Compiled* counts the programs of the ranking; the",
     "search for the fewest hosts compiles up to three more. *Load* is what the machine was busy",
-    "with besides: above its number of cores a plan waits for other work.",
+    "with besides: above its number of cores a plan waits for other work. A *commit* with",
+    "`+changes` is the one below a tree with edits that were not committed: such a row may differ",
+    "from what the commit itself gives.",
     "",
     "| name | model | target | batch | asked for | outcome | chosen | memory per device | step | of"
     " peak | fewest hosts | compiled | planned in | of it CPU | load | resident | commit | date |",
