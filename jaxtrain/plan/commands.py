@@ -17,7 +17,8 @@ from jaxtrain.mesh import AUTO
 from jaxtrain.output_files import replace_file
 from jaxtrain.plan import html, table
 from jaxtrain.plan.compile_target import target_here
-from jaxtrain.plan.planner import Plan, Planner
+from jaxtrain.plan.planner import Planner
+from jaxtrain.plan.result import Plan
 from jaxtrain.plan.search import Search
 from jaxtrain.plan.targets import Target
 

@@ -2,7 +2,7 @@
 
 from jaxtrain.mesh import factor_over_nodes, format_sizes
 from jaxtrain.plan.advice import Warned
-from jaxtrain.plan.planner import Plan
+from jaxtrain.plan.result import Plan
 from jaxtrain.units import nbytes, seconds
 
 

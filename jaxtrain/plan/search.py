@@ -19,8 +19,9 @@ from jaxtrain.compile import REMAT_POLICIES
 from jaxtrain.config import RunConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.plan.analytic import Analysis, Candidate, Estimate
-from jaxtrain.plan.planner import Plan, Planner
+from jaxtrain.plan.planner import Planner
 from jaxtrain.plan.reasons import reason, refusal
+from jaxtrain.plan.result import Plan
 from jaxtrain.plan.targets import HERE, Target, parse_target
 from jaxtrain.units import seconds
 

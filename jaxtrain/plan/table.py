@@ -1,19 +1,15 @@
 """A plan as text for the terminal."""
 
-from typing import TYPE_CHECKING
-
 from jaxtrain import units
 from jaxtrain.mesh import format_sizes
+from jaxtrain.plan.result import Plan
 from jaxtrain.units import nbytes
-
-if TYPE_CHECKING:
-    from jaxtrain.plan.planner import Plan
 
 _SECONDS_PER_DAY = 86_400
 _NUM_BUFFERS = 8
 
 
-def as_text(plan: "Plan") -> str:
+def as_text(plan: Plan) -> str:
     """The whole plan of one mesh, some 30 lines."""
     lines = []
     if plan.fused_attention is False and plan.figures["platform"] != "cpu":
@@ -35,7 +31,7 @@ def as_text(plan: "Plan") -> str:
     return "\n".join(lines)
 
 
-def _ranking(plan: "Plan") -> list[str]:
+def _ranking(plan: Plan) -> list[str]:
     if not plan.ranking:
         return []
     lines = [
@@ -54,7 +50,7 @@ def _ranking(plan: "Plan") -> list[str]:
     return [*lines, ""]
 
 
-def _memory(plan: "Plan") -> list[str]:
+def _memory(plan: Plan) -> list[str]:
     total = plan.peak_bytes_per_device
     lines = ["memory per device"]
     lines += [
@@ -78,7 +74,7 @@ def _memory(plan: "Plan") -> list[str]:
     return lines
 
 
-def _time(plan: "Plan") -> list[str]:
+def _time(plan: Plan) -> list[str]:
     found = plan.prediction
     if found is None or plan.flops_per_device is None:
         return ["time: unknown, the step was not compiled"]
