@@ -1,4 +1,4 @@
-"""Saving and restoring a train state: the only module that knows orbax.
+"""Saving and restoring a train state.
 
     checkpointer = Checkpointer("runs/first/checkpoints", keep_last=3)
     checkpointer.save(100, state, {"samples_seen": 3200})   # returns when the arrays are safe
@@ -21,30 +21,26 @@ the error of a failed save away from the thread that then deletes the last good 
 """
 
 import contextlib
-import functools
 import json
 import logging
 import os
 import queue
 import shutil
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtrain import checkpoint_files as files
 from jaxtrain import checkpoint_keep as keep
+from jaxtrain import checkpoint_orbax
 from jaxtrain.agreement import first_failure, largest, together
 from jaxtrain.checkpoint_sums import first_damaged
 from jaxtrain.checkpoint_tree import (
     describe,
     initial_values,
-    is_key,
     require_match,
     stay_initial,
 )
@@ -53,11 +49,6 @@ from jaxtrain.output_files import sync_directory
 from jaxtrain.tree import named_leaves
 
 _logger = logging.getLogger("jaxtrain")
-
-# A replicated array is divided among its replicas for writing only if each gets this much: every
-# division costs a compilation and a copy.
-_MIN_REPLICA_SLICE_BYTES = 64 * 2**20
-
 
 # A save as the processes tell each other of it, and how often they do when they wait for it.
 _WRITTEN, _WRITING, _FAILED = range(3)
@@ -133,11 +124,7 @@ class Checkpointer(files.CheckpointDirectory):
         self._writing = step, arrays
         try:
             record = json.loads(json.dumps(dict(host), allow_nan=False))
-            ocp = _orbax()
-            args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(leaves), host=ocp.args.JsonSave(record)
-            )
-            self._open().save(step, args=args, force=True)
+            checkpoint_orbax.begin_save(self._open(), step, leaves, record)
         except CheckpointError:
             raise
         except Exception as error:
@@ -262,7 +249,7 @@ class Checkpointer(files.CheckpointDirectory):
         require_match(f"checkpoint step {step}", found, reading, subset=subset)
         self._require_undamaged(manifest)
         _restore_started(step)
-        values |= _read(self.directory / str(step), reading, found)
+        values |= checkpoint_orbax.read(self.directory / str(step), reading, found)
         _restore_finished(step)
         if not self.read_only:
             self._run = manifest.run
@@ -322,30 +309,11 @@ class Checkpointer(files.CheckpointDirectory):
     def _open(self) -> Any:
         """The manager; made at the first save, when what a killed run left is cleared away too."""
         if self._manager is None:
-            ocp = _orbax()
             self.directory.mkdir(parents=True, exist_ok=True)
             if _is_primary():
                 sync_directory(self.directory.parent)
                 keep.remove_leftovers(self.directory)
-            registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-            registry.add("state", ocp.args.PyTreeSave, _handler())
-            policy = ocp.checkpoint_managers.preservation_policy.PreserveAll()
-            options = ocp.CheckpointManagerOptions(
-                # See the module's docstring: old steps are ours to delete.
-                preservation_policy=policy,
-                # Other directories are not orbax's business.
-                lightweight_initialize=True,
-                async_options=ocp.AsyncOptions(
-                    # Called when all files are complete, before the rename that commits them.
-                    post_finalization_callback=self._describe_files,
-                    # In the background a failure leaves threads that wait for minutes, and the
-                    # process cannot end meanwhile.
-                    create_directories_asynchronously=False,
-                ),
-            )
-            self._manager = ocp.CheckpointManager(
-                self.directory, options=options, handler_registry=registry
-            )
+            self._manager = checkpoint_orbax.open_manager(self.directory, self._describe_files)
         return self._manager
 
     def _describe_files(self) -> None:
@@ -389,107 +357,6 @@ class Checkpointer(files.CheckpointDirectory):
             f"{'none' if last is None else f'step {last}'}. Mend the cause and give the same "
             "command again."
         )
-
-
-# Between us and orbax
-
-
-def preload() -> None:
-    """Imports orbax, which takes a second or two, now and not inside of the training loop."""
-    _orbax()
-
-
-def _read(
-    directory: Path, wanted: Mapping[str, Any], arrays: Mapping[str, files.Array]
-) -> dict[str, Any]:
-    """Reads arrays by path into the shardings of `wanted`."""
-    ocp = _orbax()
-    targets, restore_args, values = {}, {}, {}
-    for name, leaf in wanted.items():
-        struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        if is_key(leaf):
-            struct = jax.eval_shape(jax.random.key_data, struct)
-        if isinstance(leaf, np.ndarray):
-            restore_args[name] = ocp.RestoreArgs(restore_type=np.ndarray)
-            if not leaf.size:
-                values[name] = np.zeros(leaf.shape, leaf.dtype)
-        else:
-            sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            restore_args[name] = ocp.ArrayRestoreArgs(
-                sharding=sharding, global_shape=struct.shape, dtype=struct.dtype
-            )
-            if not np.prod(struct.shape):
-                values[name] = jax.device_put(np.zeros(struct.shape, struct.dtype), sharding)
-        targets[name] = struct
-    targets = {name: struct for name, struct in targets.items() if name not in values}
-    args = ocp.args.PyTreeRestore(
-        targets,
-        restore_args={name: restore_args[name] for name in targets},
-        partial_restore=True,
-    )
-    try:
-        # Each process for itself: one that fails must not leave the others waiting.
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=None, active_processes={jax.process_index()}
-        )
-        with contextlib.closing(
-            ocp.Checkpointer(_handler(), multiprocessing_options=alone)
-        ) as reader:
-            values |= reader.restore(directory / "state", args=args) if targets else {}
-    except (ValueError, OSError, KeyError) as error:
-        raise files.BrokenCheckpointError(
-            f"checkpoint step {directory.name} in {directory.parent} cannot be read: "
-            f"{files.cause(error)}."
-        ) from error
-    for name, leaf in wanted.items():
-        if is_key(leaf):
-            values[name] = jax.random.wrap_key_data(values[name], impl=arrays[name].key_impl)
-    return values
-
-
-def _handler() -> Any:
-    """How arrays are written: uncompressed, since trained weights hardly shrink.
-
-    Compression took 2 to 4 times as long and 2 GB of memory for a state of 1.5 GB; without it a
-    save took 7 MB.
-    """
-    ocp = _orbax()
-    arrays = ocp.type_handlers.ArrayHandler(
-        min_slice_bytes_for_replica_parallel=_MIN_REPLICA_SLICE_BYTES,
-        # Nobody needs the mesh that wrote a checkpoint.
-        enable_write_sharding_file=False,
-    )
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
-    )
-    return ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-
-
-@functools.cache
-def _orbax() -> Any:
-    """Imports orbax, and keeps the stack dumps of a failed save, up to one an array, from the user.
-
-    The cause of the failure is in our own error.
-    """
-    import orbax.checkpoint as ocp
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        places = (f"{os.sep}orbax{os.sep}", f"{files.UNFINISHED}{os.sep}")
-        return places[0] not in record.pathname and not any(place in message for place in places)
-
-    logging.getLogger("absl").addFilter(is_wanted)
-    # "Task exception was never retrieved", "Future exception was never retrieved"
-    logging.getLogger("asyncio").addFilter(is_wanted)
-    hook = sys.unraisablehook
-
-    def show_unraisable(unraisable: Any) -> None:
-        # TensorStore reports to an event loop that orbax closed at the first failure.
-        if str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
-
-    sys.unraisablehook = show_unraisable
-    return ocp
 
 
 def _is_primary() -> bool:

@@ -55,6 +55,7 @@ from jaxtrain.program import train_program
 from jaxtrain.progress import Progress, setup_logging
 from jaxtrain.sharding import DEFAULT_RULES, ShardingRules
 from jaxtrain.state import TrainState, init_state, num_params
+from jaxtrain.step import PackedMetrics
 from jaxtrain.step_clock import StepClock
 from jaxtrain.throughput import Throughput, peak_flops
 from jaxtrain.units import nbytes
@@ -90,7 +91,7 @@ class _InFlight:
     step: int
     samples: range
     """Positions of its samples in the order of the run."""
-    metrics: dict[str, jax.Array]
+    metrics: PackedMetrics
 
 
 def fit(
@@ -259,9 +260,8 @@ def fit(
                 return
             done, in_flight = in_flight, None
             begin = time.perf_counter()
-            fetched = jax.device_get(done.metrics)
+            metrics = done.metrics.read()
             clock.done(time.perf_counter() - begin)
-            metrics = {name: value.item() for name, value in fetched.items()}
             agreement.learn(int(metrics.pop(WISH, 0)))
             is_applied, is_finite = (metrics.pop(n) == 1 for n in ("is_applied", "is_finite"))
             is_logged = is_due(config.log_every_steps, done.step) or done.step == config.num_steps

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import optim
 from jaxtrain.agreement import WISH, carrying_train_step
@@ -24,7 +24,7 @@ from jaxtrain.placement import param_shardings
 from jaxtrain.rules import ShardingRules
 from jaxtrain.sharding import check_batch_size
 from jaxtrain.state import TrainState, placed_state
-from jaxtrain.step import make_train_step
+from jaxtrain.step import make_train_step, packing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,15 +43,18 @@ class TrainProgram:
     def compile(self, batch: Mapping[str, Any]) -> CompiledStep:
         """Compiles the step for the mesh's devices, attached or not.
 
+        The compiled step returns (state, `PackedMetrics`).
+
         Args:
             batch: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         """
         step = carrying_train_step(self.step) if WISH in batch else self.step
+        layouts = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         return compile_step(
-            step,
+            packing(step),
             (self.abstract, batch),
             donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, self.abstract), None),
+            out_shardings=(layouts, NamedSharding(layouts.step.mesh, PartitionSpec())),
             options=self.xla,
         )
 

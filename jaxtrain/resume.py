@@ -41,7 +41,8 @@ import numpy as np
 
 from jaxtrain import checkpoint_files as files
 from jaxtrain.agreement import from_primary, together
-from jaxtrain.checkpoint import Checkpointer, preload
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint_orbax import preload
 from jaxtrain.config import (
     Difference,
     RunConfig,

@@ -1,5 +1,6 @@
 """The loop: its order, exact resume, one compilation, what it writes and when it gives up."""
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -50,7 +51,7 @@ from jaxtrain.step_clock import StepClock
 
 
 class Watched:
-    """A metric that notes when the host reads it."""
+    """Metrics that note when the host reads them."""
 
     def __init__(self, value, note):
         self._value, self._note = value, note
@@ -73,8 +74,8 @@ def test_order_of_dispatch_metrics_evaluation_and_save(tmp_path, monkeypatch):
         with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
             jnp.add(np.ones(3), 1)  # nothing may move to the devices in here
         state, metrics = step_fn(state, batch)
-        metrics["loss"] = Watched(metrics["loss"], lambda: events.append(("read", step)))
-        return state, metrics
+        watched = Watched(metrics.values_M, lambda: events.append(("read", step)))
+        return state, dataclasses.replace(metrics, values_M=watched)
 
     looping.spy_on_train_step(monkeypatch, around)
     evaluate, save = evaluation.Evaluation.run, looping.Checkpointer.save
@@ -518,7 +519,7 @@ def nan_config(workdir, **options):
     [("x", math.nan), ("x", -math.inf), ("y", 1e30)],
 )
 def test_a_bad_value_stops_the_run_and_is_named(tmp_path, name, value):
-    message = r"^grad_norm and loss not finite at step 5 \(samples 32 to 39 of the order\); "
+    message = r"^loss and grad_norm not finite at step 5 \(samples 32 to 39 of the order\); "
     with pytest.raises(NonFiniteError, match=message) as caught:
         fit(nan_config(tmp_path), spoiled(5, name=name, value=value), None)
     assert caught.value.exit_code == ExitCode.NONFINITE == 3

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import checkpoint, resume
 from jaxtrain import checkpoint_files as files
+from jaxtrain import checkpoint_orbax, resume
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import record_reads, unread
 from jaxtrain.errors import CheckpointError, ConfigError, OutputError
@@ -498,7 +498,7 @@ def test_every_form_of_a_path_works_and_is_logged_whole(tmp_path, monkeypatch, f
 def test_an_impossible_path_is_an_error_before_anything_else(tmp_path, monkeypatch, path, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(checkpoint, "_orbax", lambda: pytest.fail("too late"))
+    monkeypatch.setattr(checkpoint_orbax, "_orbax", lambda: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=message):
         begin(toy.config(path))
     assert os.listdir(tmp_path) == ["file"]

@@ -169,7 +169,7 @@ def test_a_bad_value_ends_with_3(tmp_path):
     assert code == ExitCode.NONFINITE == 3
     last = output.splitlines()[-1]
     assert last.startswith(
-        "error: grad_norm and loss not finite at step 6 (samples 40 to 47 of the order); the "
+        "error: loss and grad_norm not finite at step 6 (samples 40 to 47 of the order); the "
     )
     assert looping.saved_steps(tmp_path) == [2, 4]
 

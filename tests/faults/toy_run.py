@@ -105,7 +105,7 @@ def watched(experiment: Experiment, config: RunConfig, moments: Moments) -> Expe
 
 
 def _install(moments: Moments) -> None:
-    from jaxtrain import checkpoint, evaluation, metrics, program
+    from jaxtrain import checkpoint, checkpoint_orbax, evaluation, metrics, program
 
     for name in (
         *("save_started", "commit_started", "commit_finished", "delete_started"),
@@ -115,7 +115,7 @@ def _install(moments: Moments) -> None:
         setattr(checkpoint, f"_{name}", lambda step, name=name: moments(name, step))
 
     compile_step, eval_batches = program.compile_step, evaluation.eval_batches
-    read = checkpoint._read
+    read = checkpoint_orbax.read
     write, replace = metrics.JsonlWriter.write, os.replace
 
     def compiling(fn, args, **options):
@@ -154,7 +154,7 @@ def _install(moments: Moments) -> None:
             moments(f"{name}_done", Path(target).name)
 
     program.compile_step, evaluation.eval_batches = compiling, evaluating
-    checkpoint._read = reading
+    checkpoint_orbax.read = reading
     metrics.JsonlWriter.write, os.replace = writing, replacing
 
 
