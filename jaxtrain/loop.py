@@ -350,7 +350,7 @@ def fit(
             # 5. Dispatch the step: the devices begin.
             profile.step(step, state)
             begin = time.perf_counter()
-            with profile.annotate(step), jax.transfer_guard("disallow"):
+            with profile.annotate(step), jax.transfer_guard_host_to_device("disallow"):
                 state, step_metrics = train_step(state, agreement.mark(loaded.arrays))
             clock.dispatched(time.perf_counter() - begin)
             step += 1

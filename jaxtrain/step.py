@@ -88,7 +88,8 @@ def make_train_step(
             & jnp.isfinite(metrics["grad_norm"])
             & tree.all_finite(model_state)
         )
-        new_state = _update(state, grads, model_state, is_applied, tx, ema_decay, frozen)
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        new_state = _update(state, grads, model_state, is_applied, tx, ema_decay, frozen, is_cpu)
         metrics["param_norm"] = tree.global_norm_f32(new_state.params)
         is_finite = is_applied & jnp.isfinite(metrics["param_norm"])
         metrics["is_applied"] = is_applied.astype(jnp.float32)
@@ -159,8 +160,13 @@ def _update(
     tx: optax.GradientTransformation,
     ema_decay: float,
     frozen: Any,
+    is_cpu: bool,
 ) -> TrainState:
-    """The state after the step, or the old one with `step` advanced where `is_applied` is False."""
+    """The state after the step, or the old one with `step` advanced where `is_applied` is False.
+
+    XLA for CPU writes every array in a loop of its own. There the optimizer's state is updated
+    after the parameters, or XLA would keep a copy of it to compute them from.
+    """
     mask = mask_of(state.params, frozen)
 
     def guard(new: Any, old: Any) -> Any:
@@ -170,7 +176,8 @@ def _update(
     with jax.named_scope("optimizer"):
         fixed, trained = tree.partition(state.params, mask)
         zeros = jax.tree.map(jnp.zeros_like, fixed)
-        updates, opt_state = tx.update(tree.merge(grads, zeros), state.opt_state, state.params)
+        grads = tree.merge(grads, zeros)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
         _, updates = tree.partition(updates, mask)
         moved = jax.tree.map(
             lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), trained, updates
@@ -184,6 +191,12 @@ def _update(
             average = lambda e, p: share * p.astype(jnp.float32) + (1 - share) * e  # noqa: E731
             ema = guard(jax.tree.map(average, ema, moved), ema)
             ema_params = tree.merge(ema, fixed_ema)
+    if is_cpu:
+        with jax.named_scope("optimizer"):
+            first = params, ema_params
+            _, old_opt_state = jax.lax.optimization_barrier((first, state.opt_state))
+            _, opt_state = tx.update(grads, old_opt_state, state.params)
+            state = state.replace(opt_state=old_opt_state)
     return state.replace(
         step=state.step + 1,
         params=params,

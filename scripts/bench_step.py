@@ -11,15 +11,18 @@ How they take turns: `fit` runs in the main thread and calls `on_step` at every 
 so many steps the hook waits until all arrays of the process are ready, which ends our block, lets
 the other side do as many steps, waits for it, and returns, which begins our next block. So both
 sides do the same number of steps from idle to idle, in one process with one allocator. A block of
-ours is divided by the mean of the bare blocks before and after it, and the median of these ratios
-is the result. What flatters us: up to two batches of a block are read while the other side
-works. What does not: our pipeline fills and drains once per block.
+either side begins with steps that are not counted: the memory of its temporaries is not what the
+other side left, and faulting it in anew is a tenth of a step. A block of ours is divided by the
+mean of the bare blocks before and after it, and the median of these ratios is the result. What
+flatters us: up to two batches of a block are read before it. What does not: our pipeline fills and
+drains once per block.
 
 `python_overhead_ms` is found the same way, with a model of a few numbers but as many arrays as
 nano: processor time of the main thread for a step of `fit`, less that for a bare call of the same
-compiled step. What passes in the loader's thread is no part of it: it needs 0.5 ms for a batch of
-nano's size and works beside the step. A step of no work waits for it, so the same difference in
-wall time, `python_overhead_wall_ms`, is mostly the loader's.
+step. Both sides sleep for 2 ms after each step, in place of a device at work. In that time the
+loader's thread makes the next batch, which takes it 0.5 ms, as it does in a run; steps of no work
+would wait for it, and share with it the interpreter's lock. `python_overhead_wall_ms` is the same
+difference in wall time.
 
 The gain of huge pages needs two processes, since glibc reads its tunables when a process starts.
 They take turns block by block, too.
@@ -56,7 +59,11 @@ from jaxtrain.main import run_tool
 from jaxtrain.models.transformer import TransformerConfig, transformer
 
 WARMUP_STEPS = 3
+LEAD_STEPS = 2
+"""At the beginning of a block, not counted."""
 OVERHEAD_STEPS = 200
+DEVICE_SECONDS = 0.002
+"""Slept in place of a device's work when Python is measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,14 +85,14 @@ CASES = {
             model=TransformerConfig(),
             batch_size=32,
             sequence_length=128,
-            steps_per_block=6,
+            steps_per_block=12,
         ),
         Case(
             name="384",
             model=TransformerConfig(num_layers=6, embed_dim=384, num_heads=6, mlp_dim=1024),
             batch_size=4,
             sequence_length=256,
-            steps_per_block=2,
+            steps_per_block=6,
         ),
     )
 }
@@ -170,10 +177,13 @@ class Turns:
         bare: the other side.
         blocks: of ours; the other side does one more.
         steps: per block.
+        pause: seconds to sleep after each of our steps.
     """
 
-    def __init__(self, bare: bare_step.Steps, blocks: int, steps: int) -> None:
-        self._bare, self._blocks, self._steps = bare, blocks, steps
+    def __init__(
+        self, bare: bare_step.Steps, blocks: int, steps: int, *, pause: float = 0.0
+    ) -> None:
+        self._bare, self._blocks, self._steps, self._pause = bare, blocks, steps, pause
         self._begin = self._thread_begin = 0.0
         self.ours: list[float] = []
         """Seconds per step, by block."""
@@ -185,7 +195,7 @@ class Turns:
     def run(self, model: Any, loss_fn: Any, data: Any, config: RunConfig) -> None:
         """Fills `ours` and `bare`."""
         # The hook for step s comes when step s + 1 has been dispatched.
-        num_steps = WARMUP_STEPS + self._blocks * self._steps + 1
+        num_steps = WARMUP_STEPS + self._blocks * (LEAD_STEPS + self._steps) + 1
         with tempfile.TemporaryDirectory() as workdir:
             config = config.replace(
                 workdir=workdir, num_steps=num_steps, checkpoint=CheckpointConfig(every_steps=0)
@@ -202,19 +212,24 @@ class Turns:
 
     def _on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         del metrics
-        if step < WARMUP_STEPS or (step - WARMUP_STEPS) % self._steps:
+        if self._pause:
+            time.sleep(self._pause)
+        place = (step - WARMUP_STEPS) % (LEAD_STEPS + self._steps)
+        if step < WARMUP_STEPS or place not in (0, LEAD_STEPS):
             return
         thread = time.thread_time()
         # The state of the loop is not ours to see, but it is among these.
         jax.block_until_ready(jax.live_arrays())
-        if step > WARMUP_STEPS:
-            self.ours.append((time.perf_counter() - self._begin) / self._steps)
-            self.ours_thread.append((thread - self._thread_begin) / self._steps)
+        if place == 0:
+            if step > WARMUP_STEPS:
+                self.ours.append((time.perf_counter() - self._begin) / self._steps)
+                self.ours_thread.append((thread - self._thread_begin) / self._steps)
+            self._bare(LEAD_STEPS)
+            begin, thread = time.perf_counter(), time.thread_time()
+            self._bare(self._steps)
+            self.bare.append((time.perf_counter() - begin) / self._steps)
+            self.bare_thread.append((time.thread_time() - thread) / self._steps)
         time.sleep(0.01)  # the loader's thread makes the batches that it may be ahead
-        begin, thread = time.perf_counter(), time.thread_time()
-        self._bare(self._steps)
-        self.bare.append((time.perf_counter() - begin) / self._steps)
-        self.bare_thread.append((time.thread_time() - thread) / self._steps)
         self._begin, self._thread_begin = time.perf_counter(), time.thread_time()
 
 
@@ -250,7 +265,7 @@ def python_overhead(blocks: int) -> dict[str, list[float]]:
     data = text_of(case)
     config = RunConfig(global_batch_size=case.batch_size)
     bare = same_step(init, apply, loss_fn, data, config)
-    turns = Turns(bare, blocks, OVERHEAD_STEPS)
+    turns = Turns(bare, blocks, OVERHEAD_STEPS, pause=DEVICE_SECONDS)
     turns.run((init, apply), loss_fn, data, config)
     print(
         f"Python: bare call {1e3 * statistics.median(turns.bare_thread):.3f} ms of processor time, "
@@ -280,6 +295,7 @@ def same_step(init: Any, apply: Any, loss_fn: Any, data: Any, config: RunConfig)
         nonlocal state
         for _ in range(num_steps):
             state, metrics = step(state, batch)
+            time.sleep(DEVICE_SECONDS)
         jax.block_until_ready((state, metrics))
 
     steps(2)
@@ -331,7 +347,8 @@ def work(case: Case, blocks: int) -> None:
     turns: Turns
 
     def wait(num_steps: int) -> None:
-        del num_steps
+        if num_steps == LEAD_STEPS:
+            return
         print(turns.ours[-1] if turns.ours else "ready", flush=True)
         if len(turns.ours) < blocks:
             sys.stdin.readline()
