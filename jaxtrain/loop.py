@@ -347,13 +347,15 @@ def fit(
                 continue  # to save the state of the last step and stop, as after any step
             clock.batch(time.perf_counter() - begin, loaded.read_seconds, loaded.h2d_seconds)
 
-            # 5. Dispatch the step: the devices begin.
+            # 5. Dispatch the step: the devices begin. The loader's thread goes on after that, it
+            #    would take turns with Python here.
             profile.step(step, state)
             begin = time.perf_counter()
             with profile.annotate(step), jax.transfer_guard_host_to_device("disallow"):
                 state, step_metrics = train_step(state, agreement.mark(loaded.arrays))
             clock.dispatched(time.perf_counter() - begin)
             step += 1
+            loader.refill()
 
             # 6. Fetch and log the step before it.
             finish_step()

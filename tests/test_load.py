@@ -318,6 +318,7 @@ def test_the_thread_runs_ahead_by_exactly_the_bound():
             time.sleep(0.05)
             assert len(data.asked) == 3 + taken
             next(loader)
+            loader.refill()
 
 
 def test_read_and_transfer_are_measured_in_the_thread(monkeypatch):
@@ -336,6 +337,22 @@ def test_read_and_transfer_are_measured_in_the_thread(monkeypatch):
     assert loaded.read_seconds >= 0.02
     assert loaded.h2d_seconds >= 0.05
     assert threading.main_thread() not in waiting_threads
+
+
+def test_the_thread_goes_on_when_it_is_told_to():
+    """Not while the loop dispatches a step: both would want the interpreter's lock."""
+    begun = [threading.Event() for _ in range(4)]
+    with Prefetcher(lambda number: begun[number].set(), ahead=1, name="the loader of x") as items:
+        next(items)
+        assert not items._thread.free.qsize()  # the thread waits
+        assert not begun[1].is_set()
+        items.refill()
+        assert begun[1].wait(60)
+        items.refill()  # there is nothing to replace
+        assert not items._thread.free.qsize()
+        next(items)
+        next(items)  # a consumer that never calls it
+        assert begun[2].is_set()
 
 
 def test_the_consumer_pays_microseconds():

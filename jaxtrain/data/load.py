@@ -117,6 +117,10 @@ class Loader:
     def __next__(self) -> LoadedBatch:
         return next(self._batches)
 
+    def refill(self) -> None:
+        """Lets the thread load the next batch; else it begins when the next one is asked for."""
+        self._batches.refill()
+
     def close(self) -> None:
         """Ends the thread. Waits for a read in progress, but not for ever."""
         self._batches.close()

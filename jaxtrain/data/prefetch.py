@@ -34,7 +34,8 @@ def interrupt() -> None:
 class Prefetcher:
     """Iterates over make(0), make(1), ..., which a thread calls ahead of the consumer.
 
-    The consumer pays for two hand-overs between queues that are written in C, about a microsecond.
+    The thread makes the next item when the consumer calls `refill`, or asks for another: a consumer
+    that starts work elsewhere with its item does that first, undisturbed by the thread.
     An exception in the thread is raised where the consumer asks for the item that failed, and
     again on each later call; `Interrupted` is raised once. `close` (or the end of a `with` block,
     garbage collection, or the end of the interpreter) ends the thread.
@@ -57,6 +58,7 @@ class Prefetcher:
             raise ValueError(f"ahead={ahead} must be at least 1")
         self._thread = _Thread(make, count, ahead, name)
         self._ended: BaseException | None = None
+        self._is_to_refill = False
         self._finalizer = weakref.finalize(self, self._thread.stop)
         # At the end of the interpreter the thread must be gone before JAX takes its backends
         # down: exit functions run in reverse order, and JAX's were registered before this one.
@@ -71,13 +73,20 @@ class Prefetcher:
     def __next__(self) -> Any:
         if self._ended is not None:
             raise self._ended
+        self.refill()
         item, error = self._thread.ready.get()
         if error is not None:
             if not isinstance(error, Interrupted):
                 self._ended = error
             raise error
-        self._thread.free.put(None)
+        self._is_to_refill = True
         return item
+
+    def refill(self) -> None:
+        """Lets the thread make an item in place of the one that was taken last."""
+        if self._is_to_refill:
+            self._is_to_refill = False
+            self._thread.free.put(None)
 
     def close(self) -> None:
         """Ends the thread; waits for its call in progress, at most JOIN_SECONDS."""
