@@ -347,8 +347,8 @@ def fit(
                 continue  # to save the state of the last step and stop, as after any step
             clock.batch(time.perf_counter() - begin, loaded.read_seconds, loaded.h2d_seconds)
 
-            # 5. Dispatch the step: the devices begin. The loader's thread goes on after that, it
-            #    would take turns with Python here.
+            # 5. Dispatch the step: the devices begin. The loader's thread makes its next batch only
+            #    then, since both need the interpreter's lock.
             profile.step(step, state)
             begin = time.perf_counter()
             with profile.annotate(step), jax.transfer_guard_host_to_device("disallow"):

@@ -10,9 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtrain.agreement import WISH
 from jaxtrain.errors import ConfigError
 
-OWN_METRICS = ("grad_norm", "param_norm", "learning_rate", "weight", "is_applied", "is_finite")
+OWN_METRICS = (
+    *("grad_norm", "param_norm", "learning_rate", "weight", "is_applied", "is_finite"),
+    WISH,
+)
 """Metrics that the step adds to those of the loss."""
 
 

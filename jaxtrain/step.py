@@ -193,8 +193,8 @@ def _update(
             ema_params = tree.merge(ema, fixed_ema)
     if is_cpu:
         with jax.named_scope("optimizer"):
-            first = params, ema_params
-            _, old_opt_state = jax.lax.optimization_barrier((first, state.opt_state))
+            read_first = params, ema_params
+            _, old_opt_state = jax.lax.optimization_barrier((read_first, state.opt_state))
             _, opt_state = tx.update(grads, old_opt_state, state.params)
             state = state.replace(opt_state=old_opt_state)
     return state.replace(

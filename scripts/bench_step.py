@@ -27,7 +27,7 @@ difference in wall time.
 The gain of huge pages needs two processes, since glibc reads its tunables when a process starts.
 They take turns block by block, too.
 
-The last line is JSON. On an idle machine with 2 cores it takes about 6 minutes.
+The last line is JSON. With 2 cores it takes about 15 minutes.
 """
 
 import contextlib

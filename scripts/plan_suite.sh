@@ -78,7 +78,7 @@ def row(name):
     cells = [name, model, target, str(rows), " ".join(f"`{flag}`" for flag in flags)]
     if (directory / "plan.json").exists():
         plan = json.loads((directory / "plan.json").read_text())
-        chosen = " ".join(flag.removeprefix("--") for flag in [plan["flags"][0], *plan["flags"][2:4]])
+        chosen = " ".join(flag.removeprefix("--") for flag in plan["choice"])
         peak, has = units.nbytes(plan["peak_bytes_per_device"]), units.nbytes(plan["device_bytes"])
         hosts = plan["min_hosts"]
         cells += [

@@ -449,6 +449,10 @@ def test_batch_of_the_wrong_shape(accumulate_steps, shapes, message):
     ("sums", "message"),
     [
         ({"nll": (jnp.float32(1), jnp.float32(1))}, r"needs the name 'loss'; got \['nll'\]"),
+        (
+            dict.fromkeys(("loss", "weight", "process_wish"), (jnp.float32(1), jnp.float32(1))),
+            r"own metrics: \['weight', 'process_wish'\]; rename them",
+        ),
         (jnp.float32(1), r"needs the name 'loss'; got a float32\[\] array\."),
         (jnp.ones(8), r"needs the name 'loss'; got a float32\[8\] array\."),
         (None, "needs the name 'loss'; got a NoneType"),

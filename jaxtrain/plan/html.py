@@ -147,7 +147,7 @@ def _ranking(plan: Mapping[str, Any]) -> str:
         step, peak = ranked["step_seconds"] or 0.0, ranked["peak_bytes_per_device"]
         has = ranked["device_bytes"] or 1
         style = "" if ranked["fits"] else ' class="bad"'
-        names = ", ".join(_choice([*ranked["flags"][:1], *ranked["flags"][2:4]]))
+        names = ", ".join(_choice(ranked["choice"]))
         rows.append(
             (
                 str(place),

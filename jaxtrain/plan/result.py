@@ -92,6 +92,7 @@ class Plan:
                 }
                 for axis, time in self.communication.items()
             },
+            "choice": list(self.choice),
             "warnings": [warned._asdict() for warned in self.warnings],
             "audit": self.audit.to_json(),
             "ranking": [plan.to_json() for plan in self.ranking],
