@@ -32,7 +32,7 @@ def sample(config: SampleConfig) -> None:
     """Restores the parameters of a run, without its optimizer, and prints continuations."""
     from train_lm import LmConfig
 
-    from jaxtrain.data.text import decode, encode
+    from jaxtrain.data.text import tokenizer_of
     from jaxtrain.models.sample import generate
     from jaxtrain.models.transformer import transformer
     from jaxtrain.runs import load_params, read_config
@@ -40,7 +40,9 @@ def sample(config: SampleConfig) -> None:
     if not config.prompt:
         raise ConfigError("prompt is empty; give at least one character to go on from.")
     run = read_config(config.workdir, LmConfig)
-    length, practised = len(encode(config.prompt)) + config.num_tokens, run.data.sequence_length
+    tokenizer = tokenizer_of(run.data)
+    (prompt,) = tokenizer.encode([config.prompt.encode()])
+    length, practised = len(prompt) + config.num_tokens, run.data.sequence_length
     if length > practised:
         logging.getLogger("jaxtrain").warning(
             "prompt and num_tokens=%d make %d tokens; the model was trained on %d at a time and has"
@@ -54,7 +56,7 @@ def sample(config: SampleConfig) -> None:
     continuations = generate(
         model,
         params,
-        [encode(config.prompt)] * config.num_samples,
+        [prompt] * config.num_samples,
         num_tokens=config.num_tokens,
         temperature=config.temperature,
         top_k=config.top_k,
@@ -62,7 +64,7 @@ def sample(config: SampleConfig) -> None:
         seed=config.seed,
     )
     for tokens in continuations:
-        print(f"{config.prompt}{decode(tokens)}\n")
+        print(f"{config.prompt}{tokenizer.decode(tokens)}\n")
 
 
 if __name__ == "__main__":

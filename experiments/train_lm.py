@@ -36,11 +36,12 @@ def build(config: LmConfig) -> Experiment:
     """Makes model, loss and data. Heavy imports are here, so that --help answers at once."""
     import jax
 
-    from jaxtrain.data.text import text_datasets
+    from jaxtrain.data.text import tokenizer_of
+    from jaxtrain.data.text_mixture import lm_datasets
     from jaxtrain.losses import lm_loss
     from jaxtrain.models.transformer import transformer
 
-    train_data, eval_data, info = text_datasets(config.data)
+    train_data, eval_data, info = lm_datasets(config.data)
     info.check_vocabulary(config.model.vocab_size)
     model = transformer(config.model, precision=config.precision, remat=config.remat)
     facts = info.facts(eval_data)
@@ -61,6 +62,7 @@ def build(config: LmConfig) -> Experiment:
         eval_data=eval_data,
         describe=facts,
         on_end=compare,
+        decode=lambda tokens: tokenizer_of(config.data).decode(tokens),
     )
 
 

@@ -47,10 +47,8 @@ def configure_backend(config: BackendConfig) -> None:
     Raises:
         ConfigError: when a setting comes too late because the backend runs already.
     """
-    # 1. What a backend reads when it starts. A package for devices that are not here, installed to
-    #    plan for them, would complain on the way to the CPU.
-    if not jax.config.jax_platforms and accelerators(only_usable=False) and not accelerators():
-        jax.config.update("jax_platforms", "cpu")
+    # 1. What a backend reads when it starts.
+    pass_over_absent_accelerators()
     _set_cpu_devices(config.num_cpu_devices)
     if not any(os.environ.get(name) for name in _MEMORY_VARIABLES):
         os.environ[_MEMORY_VARIABLES[0]] = str(config.memory_fraction)
@@ -63,6 +61,15 @@ def configure_backend(config: BackendConfig) -> None:
         )
     # 3. What is read at the first compilation.
     _set_compile_cache(config.compilation_cache_dir, platform)
+
+
+def pass_over_absent_accelerators() -> None:
+    """Keeps packages for devices that are not here from complaining on the way to the CPU.
+
+    The extras `plan` and `tpu` install them to compile for devices elsewhere.
+    """
+    if not jax.config.jax_platforms and accelerators(only_usable=False) and not accelerators():
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _set_cpu_devices(num_devices: int) -> None:
@@ -79,17 +86,30 @@ def _set_cpu_devices(num_devices: int) -> None:
             ) from None
 
 
-def _set_compile_cache(directory: str, platform: str) -> None:
+def compile_cache_directory(directory: str, platform: str) -> str:
+    """Where compiled programs are kept; empty: nowhere.
+
+    Args:
+        directory: `compilation_cache_dir` of a configuration.
+        platform: that of the devices.
+    """
     if directory == "none":
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
+        return ""
     if not directory:
         # On CPU a cached program may use instructions that the next machine lacks.
         if platform == "cpu" or jax.config.jax_compilation_cache_dir:
-            return
+            return jax.config.jax_compilation_cache_dir or ""
         caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         directory = os.path.join(caches, "jaxtrain", "xla")
-    directory = os.path.expanduser(directory)
+    return os.path.expanduser(directory)
+
+
+def _set_compile_cache(directory: str, platform: str) -> None:
+    if directory == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+    directory = compile_cache_directory(directory, platform)
+    if not directory or directory == jax.config.jax_compilation_cache_dir:
+        return
     if "://" not in directory:  # JAX takes object stores as well
         try:
             os.makedirs(directory, exist_ok=True)
@@ -163,6 +183,7 @@ def captured_stderr(*, is_shown: bool = True) -> Iterator[StderrLog]:
     if shutil.which("tee") is None or not os.path.exists("/dev/fd"):
         yield log
         return
+    _lingering[:] = [tee for tee in _lingering if tee.poll() is None]
     with tempfile.TemporaryFile() as copy:
         original = os.dup(2)
         tee = subprocess.Popen(

@@ -15,18 +15,19 @@ steps only, and an old step goes after the name of the new one is on the disk. F
 later are noticed by size when a step is looked for, by checksum when it is read; the run then
 resumes from an older step.
 
-Old steps are deleted when a newer one is known to be whole, by this module and not by orbax. Its
-deletion leaves half a step when it is killed; and when the loop polls `check_for_errors`, it takes
-the error of a failed save away from the thread that then deletes the last good step.
+Old steps are deleted when a newer one is known to be whole, by this module and not by orbax, whose
+deletion leaves half a step when it is killed.
 """
 
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -69,6 +70,7 @@ class Checkpointer(files.CheckpointDirectory):
         *,
         keep_last: int = 3,
         keep_every_steps: int = 0,
+        grace_seconds: float = math.inf,
         read_only: bool = False,
     ) -> None:
         """Opens a directory; it is made at the first save.
@@ -77,15 +79,17 @@ class Checkpointer(files.CheckpointDirectory):
             directory: of the checkpoints; relative to the working directory, `~` is expanded.
             keep_last: how many of this run's newest steps are kept.
             keep_every_steps: this run's steps divisible by it are kept for good; 0: none.
+            grace_seconds: a save that takes longer, or took before it is restored, is warned of.
             read_only: write and delete nothing, whatever is called.
         """
         super().__init__(directory)
         self.read_only = read_only
         self._keep = {"keep_last": max(keep_last, 1), "keep_every_steps": keep_every_steps}
+        self._grace_seconds = grace_seconds
         self._run = uuid.uuid4().hex
         self._own: list[int] = []
-        self._manager: Any = None
-        self._writing: tuple[int, dict[str, files.Array]] | None = None
+        self._writer: Any = None
+        self._writing: tuple[int, dict[str, files.Array], float] | None = None
         self._thread: threading.Thread | None = None
         self._committed: int | None = None
         self._news: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -120,16 +124,18 @@ class Checkpointer(files.CheckpointDirectory):
                     self.check()
         if step in self._own:
             return False
+        began = time.monotonic()
         arrays, leaves = describe(state)
-        self._writing = step, arrays
+        self._writing = step, arrays, began
         try:
             record = json.loads(json.dumps(dict(host), allow_nan=False))
-            checkpoint_orbax.begin_save(self._open(), step, leaves, record)
+            checkpoint_orbax.begin_save(self._open(), self.directory / str(step), leaves, record)
         except CheckpointError:
             raise
         except Exception as error:
+            # Alone: the others may wait for this process inside of orbax, and not for this error.
             self._failure = self._failed(step, error)
-        self.check()
+            self.check()
         self._thread = threading.Thread(
             target=self._finish, args=(step,), name=f"checkpoint-{step}"
         )
@@ -167,13 +173,12 @@ class Checkpointer(files.CheckpointDirectory):
             if not self._is_reported:
                 self.wait()
         finally:
-            if self._manager is not None:
-                # orbax tells every thread of a save that failed, and each of its parts does; we
-                # have told of it already.
-                for end in (self._manager.wait_until_finished, self._manager.close):
+            if self._writer is not None:
+                # The first tells of a save that failed, of which we have told already.
+                for end in (self._writer.wait_until_finished, self._writer.close):
                     with contextlib.suppress(Exception):
                         end()
-                self._manager = None
+                self._writer = None
 
     def leave(self, kind: Any, error: BaseException | None, stack: Any) -> None:
         """Closes at the end of a `with` block, where the last save may have failed elsewhere."""
@@ -182,7 +187,9 @@ class Checkpointer(files.CheckpointDirectory):
             self.close()
         elif self._thread is not None and not isinstance(error, CheckpointError):
             # The others write their parts of it, if they are there; what ends this process waits.
-            self._thread.join(_LEAVE_SECONDS)
+            end = time.monotonic() + _LEAVE_SECONDS
+            while self._thread.is_alive() and not self._failure and time.monotonic() < end:
+                self._thread.join(_POLL_SECONDS)
 
     def delete(self, steps: Iterable[int]) -> None:
         """Deletes whole steps of this directory, whichever run wrote them."""
@@ -252,6 +259,8 @@ class Checkpointer(files.CheckpointDirectory):
         values |= checkpoint_orbax.read(self.directory / str(step), reading, found)
         _restore_finished(step)
         if not self.read_only:
+            if _is_primary():
+                self._warn_if_slow(manifest)
             self._run = manifest.run
             whole = files.scan(self.directory).whole
             self._own = [s for s in whole if whole[s].run == manifest.run and s <= step]
@@ -298,8 +307,6 @@ class Checkpointer(files.CheckpointDirectory):
             files.read_manifest(self.directory / str(step))
         except files.NotWholeError:
             self.set_aside(step)
-            if self._manager is not None:
-                self._manager.reload()
             return
         raise CheckpointError(
             f"checkpoint step {step} in {self.directory} exists and was written by another run; "
@@ -307,34 +314,30 @@ class Checkpointer(files.CheckpointDirectory):
         )
 
     def _open(self) -> Any:
-        """The manager; made at the first save, when what a killed run left is cleared away too."""
-        if self._manager is None:
+        """Made at the first save, when what a killed run left is cleared away too."""
+        if self._writer is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             if _is_primary():
                 sync_directory(self.directory.parent)
                 keep.remove_leftovers(self.directory)
-            self._manager = checkpoint_orbax.open_manager(self.directory, self._describe_files)
-        return self._manager
+            self._writer = checkpoint_orbax.open_writer(self._describe_files)
+        return self._writer
 
     def _describe_files(self) -> None:
         assert self._writing is not None
-        step, arrays = self._writing
+        step, arrays, began = self._writing
         path = self.directory / f"{step}{files.UNFINISHED}"
-        try:
-            files.write_manifest(path, step=step, run=self._run, arrays=arrays)
-            _commit_started(step)
-        except Exception as error:
-            # With several processes orbax tells it only after minutes, in which it waits for them.
-            self._failure = self._failed(step, error)
-            raise
+        files.write_manifest(path, step=step, run=self._run, arrays=arrays, began=began)
+        _commit_started(step)
 
     def _finish(self, step: int) -> None:
         """Follows a save to its end, in a thread of its own."""
         try:
-            self._manager.wait_until_finished()
+            self._writer.wait_until_finished()
             if _is_primary():
-                files.read_manifest(self.directory / str(step))
+                manifest = files.read_manifest(self.directory / str(step))
                 sync_directory(self.directory)
+                self._warn_if_slow(manifest)
             self._own.append(step)
             self._committed = step
             self._news.put(step)
@@ -342,6 +345,19 @@ class Checkpointer(files.CheckpointDirectory):
             self.delete(keep.steps_to_delete(self._own, **self._keep))
         except BaseException as error:
             self._failure = self._failed(step, error)
+
+    def _warn_if_slow(self, manifest: files.Manifest) -> None:
+        """Says once what a save means that a preempted run has not the time for."""
+        if manifest.save_seconds > self._grace_seconds:
+            _logger.warning(
+                "the save of step %d took %.3g s, longer than preemption_grace_seconds=%g: what "
+                "kills the run so soon after SIGTERM costs the steps since the last checkpoint; "
+                "save more often (--checkpoint.every_steps), or ask for more time",
+                manifest.step,
+                manifest.save_seconds,
+                self._grace_seconds,
+            )
+            self._grace_seconds = math.inf
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         if _is_primary():

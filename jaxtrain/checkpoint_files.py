@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import tempfile
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,6 +81,8 @@ class Manifest:
     """Sizes in bytes, by path below the step's directory."""
     sums: Mapping[str, int]
     """Checksums; empty in a checkpoint of the first release."""
+    save_seconds: float
+    """How long the save took until all of it was on the disk; 0 where the step does not say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +185,19 @@ def locate(path: str | os.PathLike[str], option: str) -> tuple[Path, int | None]
 # Whole steps
 
 
-def write_manifest(directory: Path, *, step: int, run: str, arrays: Mapping[str, Array]) -> None:
+def write_manifest(
+    directory: Path, *, step: int, run: str, arrays: Mapping[str, Array], began: float
+) -> None:
     """Describes a step whose files are complete but whose directory has no final name yet.
 
     When it returns, all of the step is on the disk.
+
+    Args:
+        directory: of the step.
+        step: its number.
+        run: identity of the run.
+        arrays: by path.
+        began: `time.monotonic()` when the save began.
     """
     files = {
         str(path.relative_to(directory)): path.stat().st_size
@@ -200,6 +212,7 @@ def write_manifest(directory: Path, *, step: int, run: str, arrays: Mapping[str,
         "files": files,
         "crc32": sync_files(directory, files),
     }
+    manifest["save_seconds"] = time.monotonic() - began
     manifest["own_crc32"] = _own_sum(manifest)
     with open(directory / MANIFEST, "w", encoding="utf-8") as file:
         file.write(json.dumps(manifest, indent=1) + "\n")
@@ -223,7 +236,12 @@ def read_manifest(directory: Path) -> Manifest:
             for name, array in content["arrays"].items()
         }
         manifest = Manifest(
-            content["step"], content["run"], arrays, content["files"], content.get("crc32", {})
+            content["step"],
+            content["run"],
+            arrays,
+            content["files"],
+            content.get("crc32", {}),
+            content.get("save_seconds", 0.0),
         )
         own_sum = content.pop("own_crc32", None)
     except FileNotFoundError:

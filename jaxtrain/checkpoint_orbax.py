@@ -25,22 +25,21 @@ def preload() -> None:
     _orbax()
 
 
-def open_manager(directory: Path, on_complete: Callable[[], None]) -> Any:
-    """The manager of a directory of checkpoints; it writes, and never deletes a step.
+def open_writer(on_complete: Callable[[], None]) -> Any:
+    """What writes steps, without a `CheckpointManager`.
+
+    Old steps are ours to delete (see `checkpoint`). And where one process cannot write its part,
+    its manager says so after it has waited for the others, which wait for it, for 20 minutes.
 
     Args:
-        directory: of the checkpoints.
         on_complete: called when all files of a step are complete, before the rename that commits
             them.
     """
     ocp = _orbax()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add("state", ocp.args.PyTreeSave, _handler())
-    options = ocp.CheckpointManagerOptions(
-        # See the docstring of `checkpoint`: old steps are ours to delete.
-        preservation_policy=ocp.checkpoint_managers.preservation_policy.PreserveAll(),
-        # Other directories are not orbax's business.
-        lightweight_initialize=True,
+    return ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(handler_registry=registry),
         async_options=ocp.AsyncOptions(
             post_finalization_callback=on_complete,
             # In the background a failure leaves threads that wait for minutes, and the process
@@ -48,16 +47,15 @@ def open_manager(directory: Path, on_complete: Callable[[], None]) -> Any:
             create_directories_asynchronously=False,
         ),
     )
-    return ocp.CheckpointManager(directory, options=options, handler_registry=registry)
 
 
 def begin_save(
-    manager: Any, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]
+    writer: Any, path: Path, arrays: Mapping[str, Any], record: Mapping[str, Any]
 ) -> None:
     """Begins to write a step: arrays by path, and a JSON record; returns when they are safe."""
     ocp = _orbax()
     args = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), host=ocp.args.JsonSave(record))
-    manager.save(step, args=args, force=True)
+    writer.save(path, args=args)
 
 
 def read(

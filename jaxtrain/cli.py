@@ -5,19 +5,27 @@ it runs.
 """
 
 import contextlib
+import errno
+import itertools
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxtrain.errors import CheckpointError, ConfigError, JaxtrainError
+from jaxtrain.errors import CheckpointError, ConfigError, ExitCode, JaxtrainError
+from jaxtrain.standard_streams import has_no_reader, open_missing, silence
 from jaxtrain.values import did_you_mean, parse_text
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _Command(NamedTuple):
     arguments: str
     help: str
     run: Callable[[list[str]], None]
+    has_flags: bool = False
+    """Whether it has a `--help` of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,13 +35,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: program name and arguments; None: those of the process.
     """
     _, *words = sys.argv if argv is None else argv
+    open_missing()
+    try:
+        try:
+            _run(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not has_no_reader(sys.stdout):
+            raise
+        silence(sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)  # as `head` ends other tools
+    except OSError as error:
+        # One that names a file is about that file; the commands report what is in their way.
+        if error.filename is not None or error.errno not in _CANNOT_WRITE:
+            raise
+        silence(sys.stdout.fileno())  # or the interpreter tries again when it ends
+        print(f"error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(int(ExitCode.UNUSABLE))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(words: list[str]) -> None:
     try:
         if not words or words[0] in ("help", "--help", "-h"):
             print(_usage())
         elif words[0] not in _COMMANDS:
             hint = did_you_mean(words[0], _COMMANDS) or f"; one of {', '.join(_COMMANDS)}"
             raise ConfigError(f"{words[0]!r} is not a command{hint}")
-        elif {"--help", "-h"} & set(words[1:]):
+        elif {"--help", "-h"} & set(itertools.takewhile(lambda word: word != "--", words[1:])):
+            if _COMMANDS[words[0]].has_flags:
+                _COMMANDS[words[0]].run(["--help"])
             print(_usage(words[0]))
         else:
             _COMMANDS[words[0]].run(words[1:])
@@ -107,6 +140,24 @@ def _take_step(words: list[str]) -> tuple[int | None, list[str]]:
     return step, rest
 
 
+def _doctor(words: list[str]) -> None:
+    from jaxtrain import doctor
+
+    doctor.run(words)
+
+
+def _launch(words: list[str]) -> None:
+    from jaxtrain.launch.local import launch
+
+    sys.exit(launch(words))
+
+
+def _prepare(words: list[str]) -> None:
+    from jaxtrain.data import prepare
+
+    prepare.run(words)
+
+
 def _report(words: list[str]) -> None:
     workdir = _workdir("report", words)
     from jaxtrain.report import write_report
@@ -128,6 +179,24 @@ _COMMANDS = {
         "WORKDIR [--step=N]",
         "list the checkpoints of a run, or the arrays in one of them",
         _checkpoints,
+    ),
+    "doctor": _Command(
+        "[--workdir=DIR] [--json] [--FLAG=VALUE ...]",
+        "look whether this machine, or all those of a run, can train",
+        _doctor,
+        has_flags=True,
+    ),
+    "launch": _Command(
+        "--processes=N [OPTION ...] -- COMMAND ...",
+        "run a command in N processes on this machine",
+        _launch,
+        has_flags=True,
+    ),
+    "prepare": _Command(
+        "SOURCE ... OUT [--tokenizer=NAME] [--FLAG=VALUE ...]",
+        "make token shards of text, on all cores",
+        _prepare,
+        has_flags=True,
     ),
     "report": _Command("WORKDIR", "write report.html again from the files of a run", _report),
     "version": _Command("", "versions of jaxtrain and of what it runs on", _version),

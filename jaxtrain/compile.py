@@ -20,6 +20,7 @@ from jaxtrain.backend import captured_stderr, mended_compile_cache
 from jaxtrain.errors import ConfigError
 from jaxtrain.gather import saves_all_but_gathered
 from jaxtrain.sharding import active_rules, has_gathered_params, has_split_layers
+from jaxtrain.units import nbytes
 
 _log = logging.getLogger("jaxtrain")
 
@@ -123,8 +124,28 @@ def _first_unknown(options: tuple[tuple[str, Any], ...], device: Any) -> str | N
 # ---------------------------------------------------------------------------------------------
 
 
+class AttentionKernel(NamedTuple):
+    """What an implementation of attention can do, and what it costs."""
+
+    respects_segments: bool
+    """Whether it can keep the documents of a packed row apart."""
+    stores_scores: bool
+    """Whether scores [rows, heads, length, length] go through memory, in float32."""
+
+
+ATTENTION_KERNELS = {
+    # `models.attention.attend` compares segment ids where it compares positions: measured on CPU,
+    # with layers unrolled and scanned, a step takes the same memory with and without.
+    "xla": AttentionKernel(respects_segments=True, stores_scores=True),
+    # Its kernel can (offsets of the segments of a row), `jax.nn.dot_product_attention` does not
+    # offer it: lengths there are one per row, and a mask [rows, 1, length, length] is added to the
+    # scores as a bias that is read from memory.
+    "cudnn": AttentionKernel(respects_segments=False, stores_scores=False),
+}
+
+
 class AttentionChoice(NamedTuple):
-    """An `implementation` for `jax.nn.dot_product_attention`, and why."""
+    """A key of `ATTENTION_KERNELS`, and why."""
 
     implementation: str
     reason: str
@@ -162,8 +183,8 @@ def attention_implementation(
     capability = tuple(int(part) for part in digits.split("."))
     # Heads up to 256 are trained on Hopper alone; elsewhere the backward kernel stops at 128.
     max_head_dim = 256 if capability[0] == 9 else 128
-    if masking == "segments":
-        reason = "the cuDNN kernel cannot keep packed segments apart"
+    if masking == "segments" and not ATTENTION_KERNELS["cudnn"].respects_segments:
+        reason = "cuDNN as JAX offers it cannot keep packed segments apart"
     elif masking == "cache":
         reason = "cuDNN's fused kernel gains nothing for one query against a cache"
     elif dtype not in (jnp.bfloat16, jnp.float16):
@@ -187,6 +208,44 @@ def attention_on(
     """`attention_implementation` for a device, attached or of a topology that is only described."""
     capability = getattr(device, "compute_capability", None)
     return attention_implementation(device.platform, capability, dtype, head_dim, masking=masking)
+
+
+def asked_attention(
+    asked: str,
+    device: Any,
+    dtype: jax.typing.DTypeLike,
+    head_dim: int,
+    *,
+    masking: str = "causal",
+) -> AttentionChoice:
+    """The implementation that a model was made with, or for `auto` the one for the device.
+
+    Raises:
+        ConfigError: for one that would ignore the segments of packed rows.
+    """
+    if asked == "auto":
+        return attention_on(device, dtype, head_dim, masking=masking)
+    if masking == "segments" and not ATTENTION_KERNELS[asked].respects_segments:
+        can = [name for name, kernel in ATTENTION_KERNELS.items() if kernel.respects_segments]
+        raise ConfigError(
+            f"attention={asked!r} cannot keep the documents of packed rows apart, and the batch has"
+            f" segment_ids; use {' or '.join(['auto', *can])}, or let documents see each other with"
+            " cross_document_attention"
+        )
+    return AttentionChoice(asked, "asked for")
+
+
+def attention_cost(
+    implementation: str, num_rows: int, num_heads: int, length: int, *, masking: str = "causal"
+) -> str:
+    """What a choice costs on a device that holds so many rows and heads, in words."""
+    if not ATTENTION_KERNELS[implementation].stores_scores:
+        return "no scores in memory"
+    size = nbytes(4 * num_rows * num_heads * length**2)
+    cost = f"scores of {size} per layer and device ({num_rows} x {num_heads} x {length} x {length})"
+    if masking == "segments":
+        cost += "; segments kept apart, in no more memory than a causal mask takes"
+    return cost
 
 
 def target_device() -> Any:

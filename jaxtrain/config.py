@@ -16,6 +16,7 @@ import functools
 import re
 from typing import ClassVar
 
+from jaxtrain.data.config import DataConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.fields import Config, Leaf, field, leaves, override, record_reads, unread
 from jaxtrain.resolve import (
@@ -33,6 +34,7 @@ from jaxtrain.resolve import (
 __all__ = [
     "CheckpointConfig",
     "Config",
+    "DataConfig",
     "Difference",
     "Leaf",
     "OptimizerConfig",
@@ -197,6 +199,14 @@ class RunConfig(Config):
     )
     evaluate: bool = _free(False, group=_RUN, help="only evaluate the newest checkpoint, whole")
     audit: bool = _free(False, group=_RUN, help="only print where every parameter lives")
+    peek: int = _free(
+        0,
+        unit="rows",
+        minimum=0,
+        group=_RUN,
+        help="only show the first rows of the training data as the model sees them; images also in "
+        "workdir/peek.html",
+    )
     plan: str = _free(
         "",
         group=_RUN,
@@ -345,10 +355,34 @@ class RunConfig(Config):
         group=_PROCESSES,
         help="how long the processes wait for each other at the start",
     )
+    guardian: bool = _free(
+        True,
+        group=_PROCESSES,
+        help="each process runs under a small parent that ends all when one is lost or hangs",
+    )
+    stall_timeout_seconds: float = _free(
+        600.0,
+        unit="seconds",
+        minimum=0,
+        group=_PROCESSES,
+        help="how long a step, an evaluation batch or a wait for data may take until the guardians "
+        "end the run; a save 3 times, start, compilation, restore and end 6 times as long; 0: for "
+        "ever",
+    )
+    preemption_grace_seconds: float = _free(
+        30.0,
+        unit="seconds",
+        minimum=0,
+        group=_RUN,
+        help="how long a process may live after SIGTERM where it runs; a save that takes longer is "
+        "warned of",
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Flags `--optimizer.NAME`."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Flags `--checkpoint.NAME`."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Flags `--data.NAME`; an experiment puts a class of its own here, derived from DataConfig."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -356,8 +390,10 @@ class RunConfig(Config):
             raise ConfigError(
                 f"nonfinite={self.nonfinite} must be stop, or skip:N with N at least 1"
             )
-        if [bool(self.plan), self.evaluate, self.audit].count(True) > 1:
-            raise ConfigError("plan, evaluate and audit exclude each other; ask for one of them")
+        if [bool(self.plan), self.evaluate, self.audit, bool(self.peek)].count(True) > 1:
+            raise ConfigError(
+                "plan, evaluate, audit and peek exclude each other; ask for one of them"
+            )
         window = re.fullmatch(r"(\d+):(\d+)", self.profile)
         if self.profile and not (window and int(window[1]) < int(window[2])):
             raise ConfigError(
@@ -367,6 +403,17 @@ class RunConfig(Config):
             raise ConfigError(
                 f"profile={self.profile} must start before the end, num_steps={self.num_steps}"
             )
+
+    @property
+    def num_workers(self) -> int | None:
+        """Processes that read training data; None: to be found out, as with a section `data` that
+        does not derive from `DataConfig`."""
+        return self.data.worker_count if isinstance(self.data, DataConfig) else None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the run trains, instead of only looking at something."""
+        return not (self.plan or self.evaluate or self.audit or self.peek)
 
     @property
     def max_skipped(self) -> int:

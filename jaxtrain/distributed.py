@@ -12,22 +12,25 @@ guess.
 
 import collections
 import contextlib
+import hashlib
 import logging
 import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
 from jaxtrain.config import versions
 from jaxtrain.errors import CheckpointError, ConfigError, PeerError
-from jaxtrain.host import accelerators, num_installed_gpus
+from jaxtrain.host import accelerators, note_local_processes, num_installed_gpus
 from jaxtrain.launch import meeting
 from jaxtrain.launch.decision import Decision, parse_address
-from jaxtrain.launch.evidence import decide
+from jaxtrain.launch.evidence import LauncherConfig, decide_for
 from jaxtrain.launch.local_devices import count_visible, local_device_ids
 
 __all__ = ["join", "leave", "node_names"]
@@ -51,17 +54,9 @@ _INITIALIZE_SECONDS = 120
 _NO_PROXY, _NO_PROXY_ELSE = "no_grpc_proxy", "no_proxy"
 
 
-class ClusterConfig(Protocol):
+class ClusterConfig(LauncherConfig, Protocol):
     """The fields of a run's configuration that are read here."""
 
-    @property
-    def launcher(self) -> str: ...
-    @property
-    def coordinator(self) -> str: ...
-    @property
-    def num_processes(self) -> int: ...
-    @property
-    def process_id(self) -> int: ...
     @property
     def process_per(self) -> str: ...
     @property
@@ -106,13 +101,7 @@ def join(config: ClusterConfig) -> tuple[str, ...] | None:
             )
         _logger.info("the processes are joined already; nothing to do")
         return _joined[0]
-    decision = decide(
-        os.environ,
-        launcher=config.launcher,
-        coordinator=config.coordinator,
-        num_processes=config.num_processes,
-        process_id=config.process_id,
-    )
+    decision = decide_for(config)
     for note in decision.notes:
         _logger.info(note)
     if line := decision.describe():
@@ -164,8 +153,9 @@ def explain(error: BaseException) -> BaseException:
     """The error, or a `PeerError` where JAX lost the connection to another process."""
     text = str(error)
     is_lost = isinstance(error, jax.errors.JaxRuntimeError) and _LOST_PEER.search(text)
-    # orbax waits for the others as well, and its errors become ours.
-    if is_lost or (isinstance(error, CheckpointError) and re.search("Gloo|NCCL", text)):
+    # orbax waits for the others as well, and its errors become ours; JAX makes some a ValueError.
+    is_ours = isinstance(error, CheckpointError | ValueError)
+    if is_lost or (is_ours and re.search("Gloo|NCCL", text)):
         return PeerError(
             f"another process was lost ({text.partition(chr(10))[0][:200]}); its own log says why."
             f" The last committed checkpoint stands"
@@ -189,14 +179,15 @@ def _join(decision: Decision, num_gpus: int | None, config: ClusterConfig) -> tu
         "node": decision.node or socket.gethostname(),
         "has_loopback_name": meeting.is_loopback(socket.gethostname()),
         "num_gpus": num_gpus,
-        "versions": versions(),
+        "versions": {**versions(), **_code()},
     }
     timeout = config.init_timeout_seconds
     everybody = meeting.meet(host, port, me, timeout_seconds=timeout, check=check_together)
     nodes = tuple(who["node"] for who in everybody)
     local_ids = None
+    local_id, local_num = _place_on_node(decision, nodes)
+    note_local_processes(local_num)
     if num_gpus is not None:
-        local_id, local_num = _place_on_node(decision, nodes)
         local_ids = local_device_ids(num_gpus, local_id, local_num, config.process_per)
         _logger.info("devices of this process: %s of %d", list(local_ids), num_gpus)
     if decision.process_id:
@@ -261,8 +252,27 @@ def check_together(everybody: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+def _code() -> dict[str, str]:
+    """Digests of the sources of jaxtrain and of the script: other code computes something else."""
+    package = Path(__file__).parent
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path.relative_to(package)} {len(source)};".encode() + source)
+    found = {"jaxtrain's code": digest.hexdigest()}
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    if script.is_file():
+        own = hashlib.blake2b(script.read_bytes(), digest_size=6).hexdigest()
+        found["experiment"] = f"{script.name} ({own})"
+    return found
+
+
 def _place_on_node(decision: Decision, nodes: Sequence[str]) -> tuple[int, int]:
-    """(which of the processes on its node this is, how many they are)."""
+    """(which of the processes on its node this is, how many they are).
+
+    What the launcher says counts: in containers each process may have a host name of its own, and
+    share the GPUs of the machine with others all the same.
+    """
     local = [i for i, node in enumerate(nodes) if node == nodes[decision.process_id]]
     local_id, local_num = local.index(decision.process_id), len(local)
     if decision.local_process_id is not None:

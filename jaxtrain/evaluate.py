@@ -1,6 +1,6 @@
 """Exact means over a finite set: every row once, padding never, one division at the end."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,25 @@ def evaluate(
     return means | {"weight": totals["loss"][1], "rows": float(num_rows)}
 
 
+def combine(
+    parts: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]
+) -> dict[str, float]:
+    """The means of several parts of the evaluation data, and those over all of them.
+
+    Args:
+        parts: name of the part -> what `evaluate` returned for it.
+        shares: of the parts in the mean over all; they sum to 1.
+
+    Returns:
+        For every name of the loss the sum of the parts' means, each times its share, and
+        `NAME/PART` for each part; `weight` and `rows` of all together.
+    """
+    names = [name for name in next(iter(parts.values())) if name not in ("weight", "rows")]
+    means = {name: sum(shares[p] * part[name] for p, part in parts.items()) for name in names}
+    means |= {f"{name}/{p}": part[name] for name in names for p, part in parts.items()}
+    return means | {name: sum(part[name] for part in parts.values()) for name in ("weight", "rows")}
+
+
 def require_masked(
     eval_step: EvalStep, params: Any, model_state: Any, batch: Mapping[str, Any]
 ) -> None:
@@ -101,8 +120,8 @@ def require_masked(
     others = jax.tree.map(lambda _: False, (params, model_state))
     is_mask = jax.tree.leaves((*others, {name: name == "loss_mask" for name in batch}))
     structure = jax.tree.structure(sums)
-    masked = jax.tree.unflatten(structure, _reached(closed.jaxpr, is_mask))
-    varying = jax.tree.unflatten(structure, _reached(closed.jaxpr, [True] * len(is_mask)))
+    masked = jax.tree.unflatten(structure, reached(closed.jaxpr, is_mask))
+    varying = jax.tree.unflatten(structure, reached(closed.jaxpr, [True] * len(is_mask)))
     careless = []
     for name in sums:
         # A sum that nothing enters may be 0 for good.
@@ -114,18 +133,18 @@ def require_masked(
         )
 
 
-def _reached(jaxpr: Any, is_marked: list[bool]) -> list[bool]:
+def reached(jaxpr: Any, is_marked: Sequence[bool]) -> list[bool]:
     """Which outputs of a program depend on the marked inputs, at most."""
-    reached = {id(var) for var, mark in zip(jaxpr.invars, is_marked, strict=True) if mark}
+    found = {id(var) for var, mark in zip(jaxpr.invars, is_marked, strict=True) if mark}
     for eqn in jaxpr.eqns:
-        marks = [id(var) in reached for var in eqn.invars]
+        marks = [id(var) in found for var in eqn.invars]
         if not any(marks):
             continue
         outs = [True] * len(eqn.outvars)
         if eqn.primitive.name in ("jit", "pjit"):
-            outs = _reached(eqn.params["jaxpr"].jaxpr, marks)
-        reached.update(id(var) for var, out in zip(eqn.outvars, outs, strict=True) if out)
-    return [id(var) in reached for var in jaxpr.outvars]
+            outs = reached(eqn.params["jaxpr"].jaxpr, marks)
+        found.update(id(var) for var, out in zip(eqn.outvars, outs, strict=True) if out)
+    return [id(var) in found for var in jaxpr.outvars]
 
 
 def _check_padding(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,18 +11,19 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxtrain import resume
+from jaxtrain import phases, resume
 from jaxtrain.agreement import Agreement, ToldToStop, carrying_eval_step
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.config import RunConfig
 from jaxtrain.data.load import eval_batches
-from jaxtrain.data.sources import Dataset, as_dataset
+from jaxtrain.data.sources import Dataset, as_dataset, parts_of
 from jaxtrain.errors import ConfigError
-from jaxtrain.evaluate import evaluate
+from jaxtrain.evaluate import combine, evaluate
 from jaxtrain.mesh import make_mesh
 from jaxtrain.metrics import encode
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.nonfinite import NonFiniteGuard
+from jaxtrain.phases import Phase
 from jaxtrain.preemption import Preemption
 from jaxtrain.program import program_options
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
@@ -61,11 +63,13 @@ def evaluate_run(
     check_batch_size(batch_size, 1, mesh, rules)
     ema = config.optimizer.ema_decay > 0
     abstract = placed_state(model, optax.identity(), mesh, rules=rules, ema=ema)
+    phases.report(Phase.RESTORE)
     state, _, step = resume.load(config.workdir, abstract, step=config.checkpoint.restore_step)
     xla = program_options(config, mesh)
     evaluation = Evaluation(model, loss_fn, as_dataset(eval_data), mesh, rules, batch_size, xla)
     found = evaluation.run(state, 0, Agreement(mesh, Preemption()))
     assert found is not None
+    phases.report(Phase.END)
     if jax.process_index() == 0:
         print(encode({"step": step, "eval": True, **found}).decode().rstrip())
     if failure := NonFiniteGuard(config.max_skipped).refuse_evaluation(step, found):
@@ -87,12 +91,12 @@ class Evaluation:
         xla: Mapping[str, Any],
     ) -> None:
         self._step = make_eval_step(model, loss_fn, mesh, rules)
-        self.num_batches = -(-len(data) // batch_size)
-        self._num_rows, self._batch_size = len(data), batch_size
+        self._parts = parts_of(data)
+        self._shares: Mapping[str, float] = getattr(data, "shares", {})
+        self.num_batches = sum(-(-len(part) // batch_size) for part in self._parts.values())
+        self._batch_size = batch_size
         self._compiled: CompiledStep | None = None
-        self._batches = functools.partial(
-            eval_batches, data, mesh, rules=rules, batch_size=batch_size
-        )
+        self._batches = functools.partial(eval_batches, mesh=mesh, rules=rules)
         self._xla = xla
 
     def run(
@@ -104,25 +108,44 @@ class Evaluation:
         """Means over the first `max_batches` batches (0: all); None if told to stop on the way.
 
         Where the state has a moving average of the parameters, it is evaluated too, and the
-        means of the loss are named `ema_...`.
+        means of the loss are named `ema_...`. Data with parts gives the means of each (`combine`),
+        and its share of the batches is at least one.
         """
         begin = time.perf_counter()
+        phases.report(Phase.EVALUATION)
         means: dict[str, float] = {}
-        num_batches = min(self.num_batches, max_batches or self.num_batches)
-        step = functools.partial(self._run, agreement)
         for prefix, params in (("", state.params), ("ema_", state.ema_params)):
             if params is None:
                 continue
-            with contextlib.closing(self._batches(max_batches=max_batches)) as batches:
+            found = {}
+            for name, data in self._parts.items():
+                limit = math.ceil(max_batches * self._shares.get(name, 1))
                 try:
-                    each = agreement.each(batches, num_batches, self._stand_in)
-                    found = evaluate(step, params, state.model_state, each)
+                    found[name] = self._means(params, state.model_state, data, limit, agreement)
                 except ToldToStop:
                     return None
+            combined = combine(found, self._shares) if self._shares else found[""]
             # The rows and their weight are the same for both.
             skipped = ("weight", "rows") if prefix else ()
-            means |= {prefix + name: v for name, v in found.items() if name not in skipped}
+            means |= {prefix + name: v for name, v in combined.items() if name not in skipped}
         return means | {"eval_seconds": time.perf_counter() - begin}
+
+    def _means(
+        self, params: Any, model_state: Any, data: Dataset, max_batches: int, agreement: Agreement
+    ) -> dict[str, float]:
+        size, num_rows = self._batch_size, len(data)
+        num_batches = -(-num_rows // size)
+        num_batches = min(num_batches, max_batches or num_batches)
+
+        def stand_in(first: tuple[Any, int], number: int) -> tuple[Any, int]:
+            """A batch with as many true rows as the one of that number: no step differs."""
+            return first[0], min(size, num_rows - number * size)
+
+        batches = self._batches(data, batch_size=size, max_batches=max_batches)
+        with contextlib.closing(batches):
+            each = agreement.each(batches, num_batches, stand_in)
+            step = functools.partial(self._run, agreement)
+            return evaluate(step, params, model_state, each)
 
     def attempt(
         self,
@@ -141,15 +164,13 @@ class Evaluation:
         failure = None if found is None else refuse(found)
         return (found if failure is None else None), failure
 
-    def _stand_in(self, first: tuple[Any, int], number: int) -> tuple[Any, int]:
-        """A batch with as many true rows as the one of that number, so that no step differs."""
-        return first[0], min(self._batch_size, self._num_rows - number * self._batch_size)
-
     def _run(
         self, agreement: Agreement, params: Any, model_state: Any, batch: Mapping[str, jax.Array]
     ) -> Any:
         args = (params, model_state, agreement.mark(batch))
         if self._compiled is None:
+            phases.report(Phase.COMPILE)
             step = self._step if agreement.is_alone else carrying_eval_step(self._step)
             self._compiled = compile_step(step, args, options=self._xla)
+        phases.report(Phase.EVALUATION)
         return agreement.note(self._compiled(*args))

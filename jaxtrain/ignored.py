@@ -10,6 +10,7 @@ _MAINS = {
     "evaluate": "jaxtrain.evaluation.evaluate_run",
     "audit": "jaxtrain.audit",
     "plan": "jaxtrain.main.main",
+    "peek": "jaxtrain.peek.peek",
 }
 # What an experiment has to hand to its model, and how.
 _BUILDS = {

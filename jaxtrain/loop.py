@@ -35,7 +35,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxtrain import checkpoint_files, preflight, resume, run_files, run_lock
+from jaxtrain import checkpoint_files, phases, preflight, resume, run_files, run_lock
 from jaxtrain.agreement import WISH, Agreement, together
 from jaxtrain.backend import configure_backend
 from jaxtrain.compile import CompiledStep
@@ -49,6 +49,7 @@ from jaxtrain.mesh import describe_mesh, make_mesh
 from jaxtrain.metrics import Writer
 from jaxtrain.models.functional import Model, as_model
 from jaxtrain.nonfinite import NonFiniteGuard
+from jaxtrain.phases import Phase
 from jaxtrain.preemption import Preemption
 from jaxtrain.profiling import ProfileWindow
 from jaxtrain.program import train_program
@@ -158,11 +159,8 @@ def fit(
         if eval_data is not None:
             require_rows(eval_data, "evaluation")
         program = train_program(model, loss_fn, config, mesh, rules=rules, tx=tx)
-        kernels = model.kernels(mesh.devices.flat[0]) if model.kernels else {}
         _logger.info("devices: %s", describe_mesh(mesh))
         _logger.info("model: %s parameters; %s", f"{num_params(model):,}", program.layout.short())
-        for name, value in kernels.items():
-            _logger.info("%s: %s", name, value)
 
         # Where the run begins: a checkpoint, or the initial values.
         def init() -> TrainState:
@@ -173,6 +171,7 @@ def fit(
         with together():
             if is_primary:
                 held.enter_context(run_lock.hold(config.workdir))
+        phases.report(Phase.RESTORE)
         checkpointer, start = resume.begin(
             config, program.abstract, init=init, data_fingerprint=fingerprint
         )
@@ -184,6 +183,7 @@ def fit(
         )
         is_evaluated = eval_data is None or evaluated_step >= start.step
         if start.step >= config.num_steps and is_evaluated:
+            phases.report(Phase.END, start.step)
             _logger.info("the run is complete: %s", _say_end(start.step, config.num_steps))
             if is_primary and config.workdir:
                 run_files.write_report(config, only_if_stale=True)
@@ -192,6 +192,7 @@ def fit(
         state = init() if start.state is None else start.state
 
         # The data, and the programs: each is compiled once, here.
+        phases.report(Phase.INPUT, start.step)
         loader = stack.enter_context(
             Loader(
                 train_data,
@@ -201,11 +202,16 @@ def fit(
                 accumulate_steps=config.accumulate_steps,
                 seed=config.seed,
                 position=start.samples_seen,
+                num_workers=config.num_workers,
             )
         )
         with together():
             loaded = next(loader)
         preflight.require_same_run(config, fingerprint, loaded.arrays)
+        preflight.check_segments(model, program.abstract, loaded.arrays, config.accumulate_steps)
+        kernels = model.kernels(mesh.devices.flat[0], loaded.arrays) if model.kernels else {}
+        for name, value in kernels.items():
+            _logger.info("%s: %s", name, value)
         if eval_data is not None:
             with together():
                 preflight.check_evaluation(
@@ -221,6 +227,7 @@ def fit(
         progress = Progress(config.num_steps, start_step=start.step, enabled=is_primary)
         stack.callback(progress.close)
         progress.status("compiling the step")
+        phases.report(Phase.COMPILE)
         train_step = program.compile(agreement.mark(loaded.arrays))
         needs = describe_program(train_step)
         _logger.info("step: compiled in %.1f s; %s", train_step.compile_seconds, needs)
@@ -273,7 +280,7 @@ def fit(
                     **throughput.record(done.samples.stop, times),
                 }
                 records.write(record)
-                progress.update(record)
+                progress.update(record, num_workers=loader.num_workers)
             if not is_finite:
                 records.flush()
             guard.check(
@@ -322,6 +329,7 @@ def fit(
                 finish_step()
                 with clock.saving():
                     progress.status("saving")
+                    phases.report(Phase.SAVE)
                     records.flush()
                     host = start.record(
                         config,
@@ -340,6 +348,7 @@ def fit(
                 break
 
             # 4. Take the next batch.
+            phases.report(Phase.INPUT)
             begin = time.perf_counter()
             try:
                 loaded = agreement.attempt(functools.partial(next, batches), loaded)
@@ -350,6 +359,7 @@ def fit(
             # 5. Dispatch the step: the devices begin. The loader's thread makes its next batch only
             #    then, since both need the interpreter's lock.
             profile.step(step, state)
+            phases.report(Phase.TRAIN_STEP, step + 1, clock.busy_seconds)
             begin = time.perf_counter()
             with profile.annotate(step), jax.transfer_guard_host_to_device("disallow"):
                 state, step_metrics = train_step(state, agreement.mark(loaded.arrays))
@@ -364,11 +374,13 @@ def fit(
 
         finish_step()
         progress.status("waiting for the checkpoint")
+        phases.report(Phase.SAVE)
         with clock.saving(), together():
             checkpointer.wait()
         progress.committed(checkpointer.newly_committed())
         is_evaluated = evaluation is None or evaluated_step >= step
         status = "finished" if is_end and is_evaluated else "preempted"
+        phases.report(Phase.END)
         stack.close()
         if is_primary and config.workdir:
             run_files.write_end(

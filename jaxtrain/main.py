@@ -1,4 +1,4 @@
-"""What an experiment script calls: flags to configuration, then train, evaluate or audit.
+"""What an experiment script calls: flags to configuration, then train, or evaluate, audit, peek.
 
     if __name__ == "__main__":
         main(LmConfig, build, presets={"model": PRESETS})
@@ -17,10 +17,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxtrain import flags
+from jaxtrain import flags, phases
 from jaxtrain.config import Config, RunConfig, record_reads, summary
 from jaxtrain.errors import ConfigError, ExitCode, JaxtrainError, PeerError
 from jaxtrain.host import restart_with_huge_pages
+from jaxtrain.phases import Phase
 from jaxtrain.preemption import leaving
 from jaxtrain.progress import setup_logging
 
@@ -61,6 +62,10 @@ class Experiment:
     """Called after every step, one step late; see `fit`."""
     on_end: Callable[[Any], None] | None = None
     """Called with the `FitResult` when all steps are done, not after a preemption."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Tokens -> text, for `--peek`."""
+    class_names: Sequence[str] = ()
+    """Of the labels 0, 1, ..., for `--peek`."""
 
 
 def main[R: RunConfig](
@@ -80,10 +85,13 @@ def main[R: RunConfig](
     """
 
     def run(config: R) -> ExitCode:
+        if argv is None and (config.is_training or config.evaluate):
+            from jaxtrain.launch.guarding import become_guardian
+
+            become_guardian(config)
         if argv is None and config.huge_pages == "auto" and not config.plan:
             _logger.info("huge pages: %s", restart_with_huge_pages())
-        is_training = not (config.plan or config.audit or config.evaluate)
-        with leaving() if is_training else contextlib.nullcontext():
+        with leaving() if config.is_training else contextlib.nullcontext():
             return _run(config, functools.partial(_experiment, build))
 
     _main(config_class, run, presets, argv)
@@ -158,18 +166,21 @@ def _run[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode:
     if distributed.join(config) is None:
         return _run_joined(config, build)
     try:
-        if not (config.evaluate or config.audit):
+        if config.is_training:
             note_signals()
         code = _run_joined(config, build)
         distributed.wait_for_all()
+        phases.report(Phase.LEAVE)
     except BaseException as error:
         # What is left of JAX waits for processes that may never come: nothing is taken down.
         error = distributed.explain(error)
         code = _report(error)
-        if not isinstance(error, PeerError):
-            distributed.leave(is_orderly=False)
         sys.stdout.flush()
         sys.stderr.flush()
+        # The guardian knows now, and may end this process before it has left.
+        phases.report_exit(code)
+        if not isinstance(error, PeerError):
+            distributed.leave(is_orderly=False)
         os._exit(code)
     distributed.leave()
     return code
@@ -194,6 +205,8 @@ def _run_joined[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> Ex
         experiment = _build(build, config)
     for name, value in experiment.describe.items():
         _logger.info("%s: %s", name, f"{value:.4g}" if isinstance(value, float) else value)
+    if config.peek:
+        return _peek(experiment, config)
     if config.mesh == AUTO:
         from jaxtrain.plan.commands import with_best_mesh
 
@@ -261,6 +274,23 @@ def _plan[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> ExitCode
     for line in summary(config).splitlines():
         _logger.info(line)
     return run_plan(functools.partial(_build, build), config, target)
+
+
+def _peek(experiment: Experiment, config: RunConfig) -> ExitCode:
+    """Shows the first rows of the training data; compiles and trains nothing."""
+    import jax
+
+    from jaxtrain.peek import peek
+
+    text = peek(
+        experiment.train_data,
+        config,
+        decode=experiment.decode,
+        class_names=experiment.class_names,
+    )
+    if jax.process_index() == 0:
+        print(text)
+    return ExitCode.OK
 
 
 def _audit(experiment: Experiment, config: RunConfig) -> ExitCode:

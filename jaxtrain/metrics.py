@@ -7,7 +7,8 @@ averaged over the steps since the record before:
     step_seconds         wall time, without evaluations and saves
     input_wait_seconds   of it, waiting for the next batch
     host_seconds         of it, Python around the step: logging, hooks (may be absent)
-    read_seconds         reading a batch, in the input thread, beside the compute (may be absent)
+    read_seconds         reading a batch, in the input thread, beside the compute (may be absent);
+                         with input workers the thread's wait for them
     h2d_seconds          moving a batch to the device, in the input thread, beside the compute
 
 and sums: `eval_seconds` in an evaluation's record, `checkpoint_seconds` in a training record (how

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step, save, leave; a second signal leaves at once.
+"""SIGTERM, SIGINT and SIGHUP: finish the step, save, leave; a second signal leaves at once.
 
 Python runs signal handlers in the main thread between bytecodes, so not while that thread is
 inside XLA (a compilation takes minutes). The interpreter's C handler, however, writes the signal's
@@ -16,19 +16,23 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
+from jaxtrain import phases
 from jaxtrain.errors import ExitCode
+from jaxtrain.standard_streams import silence_lost_terminal
+from jaxtrain.stop_signals import SAME_SIGNAL_SECONDS, STOP_SIGNALS, heard_signals
 
 __all__ = ["Preemption", "leaving", "note_signals"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _noted = threading.Event()
+_first_at = 0.0
 
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """SIGTERM and SIGINT in the block end the process with exit code 75, as in `Preemption`.
+    """A signal to stop in the block ends the process with exit code 75, as in `Preemption`.
 
     For what comes before a run and after it (imports, data, the report): there is nothing to save,
     and the same command does what is left. A no-op outside the main thread.
@@ -42,7 +46,7 @@ def leaving() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    old_handlers = {number: signal.signal(number, leave) for number in _SIGNALS}
+    old_handlers = {number: signal.signal(number, leave) for number in heard_signals()}
     try:
         yield
     finally:
@@ -51,7 +55,7 @@ def leaving() -> Iterator[None]:
 
 
 def note_signals() -> None:
-    """From now on a first SIGTERM or SIGINT is only noted, for the `Preemption` that is made next.
+    """From now on a first signal to stop is only noted, for the `Preemption` that is made next.
 
     A process that others wait for must not leave alone, also before there is anything to save.
     """
@@ -59,12 +63,15 @@ def note_signals() -> None:
     def note(number: int, frame: object) -> None:
         del frame
         if _noted.is_set():
-            os._exit(128 + number)
+            if not _is_the_same():
+                os._exit(128 + number)
+            return
         _noted.set()
+        _is_the_same()
         _say(f"{signal.Signals(number).name}: the processes stop together, after the first step")
 
     if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
+        for number in heard_signals():
             signal.signal(number, note)
 
 
@@ -96,14 +103,14 @@ class Preemption:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Takes over SIGTERM and SIGINT in the block; a no-op outside the main thread."""
+        """Takes over SIGTERM, SIGINT and SIGHUP in the block; a no-op outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number in _SIGNALS:
+        old_handlers = {number: signal.getsignal(number) for number in heard_signals()}
+        for number in old_handlers:
             signal.signal(number, self._handle)
         old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         thread = threading.Thread(target=self._wait, args=(reader,), name="signals", daemon=True)
@@ -122,7 +129,7 @@ class Preemption:
     def _wait(self, reader: socket.socket) -> None:
         while received := reader.recv(1):
             number = received[0]
-            if number in _SIGNALS and not self._is_for_main_thread(number):
+            if number in STOP_SIGNALS and not self._is_for_main_thread(number):
                 self._receive(signal.Signals(number))
 
     def _is_for_main_thread(self, number: int) -> bool:
@@ -141,6 +148,8 @@ class Preemption:
     def _receive(self, number: signal.Signals) -> None:
         """What a signal does to a process, whatever its main thread is doing."""
         if self.requested:
+            if _is_the_same():
+                return
             # The checkpoint that is being written stays a temporary directory, which the next
             # start ignores; the last committed one is untouched.
             _say(f"{number.name} again: leaving at once; the last committed checkpoint stands")
@@ -151,10 +160,20 @@ class Preemption:
         self._request(number)
 
     def _request(self, number: signal.Signals) -> None:
+        _is_the_same()
         self._event.set()
         self._wake()
         _say(f"{number.name}: finishing the step, then saving; once more to leave at once")
 
 
+def _is_the_same() -> bool:
+    """Whether a signal is one more copy of the first: its sender's own, and the guardian's."""
+    global _first_at
+    now = time.monotonic()
+    _first_at = _first_at or now
+    return phases.is_guarded() and now - _first_at < SAME_SIGNAL_SECONDS
+
+
 def _say(text: str) -> None:
+    silence_lost_terminal()
     print(f"\njaxtrain: {text}", file=sys.stderr, flush=True)

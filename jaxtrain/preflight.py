@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from jaxtrain.agreement import require_same
 from jaxtrain.config import RunConfig, leaves
 from jaxtrain.data.load import abstract_batch
-from jaxtrain.data.sources import Dataset
+from jaxtrain.data.sources import Dataset, parts_of
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.evaluate import require_masked
+from jaxtrain.evaluate import reached, require_masked
 from jaxtrain.models.functional import Model
 from jaxtrain.sharding import ShardingRules
 from jaxtrain.state import TrainState
@@ -61,6 +61,48 @@ def require_same_run(
     require_same(facts)
 
 
+def check_segments(
+    model: Model, state: TrainState, batch: Mapping[str, jax.Array], accumulate_steps: int
+) -> None:
+    """Refuses packed rows for a model that does not look at which documents they hold.
+
+    The model is traced, not compiled, and only for rows that have "segment_ids".
+
+    Args:
+        model: from `as_model`.
+        state: abstract.
+        batch: the first one.
+        accumulate_steps: of the run.
+
+    Raises:
+        ConfigError: if nothing that the model returns depends on the segments.
+    """
+    if "segment_ids" not in batch:
+        return
+    first_dim = int(accumulate_steps > 1)
+    rows = {
+        name: jax.ShapeDtypeStruct(array.shape[first_dim:], array.dtype)
+        for name, array in batch.items()
+    }
+
+    def outputs(params: Any, model_state: Any, rows: Any) -> Any:
+        return model.apply(params, model_state, rows, key=jax.random.key(0), train=False)[0]
+
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+        (state.params, state.model_state),
+    )
+    jaxpr = jax.make_jaxpr(outputs)(*abstract, rows).jaxpr
+    others = jax.tree.map(lambda _: False, abstract)
+    is_segments = jax.tree.leaves((*others, {name: name == "segment_ids" for name in rows}))
+    if not any(reached(jaxpr, is_segments)):
+        raise ConfigError(
+            "the rows are packed, and the model does not read batch['segment_ids']: its documents "
+            "would see each other; let its attention compare the ids, or give rows without them "
+            "(PackedDataset(..., cross_document_attention=True))."
+        )
+
+
 def check_evaluation(
     model: Model,
     loss_fn: Callable[..., Any],
@@ -106,7 +148,7 @@ def check_evaluation(
             f"eval_data must have the dtypes of train_data: {', '.join(other)}; prepare both the "
             "same way."
         )
-    if len(data) % batch_size:
+    if any(len(part) % batch_size for part in parts_of(data).values()):
         eval_step = make_eval_step(model, loss_fn, mesh, rules)
         require_masked(eval_step, state.params, state.model_state, batch)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from jaxtrain import units
-from jaxtrain.throughput import limiting
+from jaxtrain.throughput import input_advice, limiting
 
 _logger = logging.getLogger("jaxtrain")
 
@@ -27,6 +27,9 @@ _BOOKKEEPING = {
     *("step_seconds", "input_wait_seconds", "host_seconds", "read_seconds", "h2d_seconds"),
     *("eval_seconds", "checkpoint_seconds"),
 }
+
+# Records in a row: one may be an accident.
+_STARVED = 3
 
 
 class _Formatter(logging.Formatter):
@@ -135,6 +138,7 @@ class Progress:
         self._enabled = enabled
         self._view = View(num_steps, start_step, time.monotonic(), {})
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=20)
+        self._num_starved, self._is_advised = 0, False
         self._bar: Any = None
         if terminal is None:
             terminal = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
@@ -143,8 +147,20 @@ class Progress:
 
             self._bar = Bar(self._view)
 
-    def update(self, record: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Shows a training record; `step` is the number of steps done, by default the record's."""
+    def update(
+        self,
+        record: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        num_workers: int | None = None,
+    ) -> None:
+        """Shows a training record; where input is the limit for long, says once what would help.
+
+        Args:
+            record: to show.
+            step: number of steps done, by default the record's.
+            num_workers: processes that read the data; None: not known (yet).
+        """
         if not self._enabled:
             return
         now, view = time.monotonic(), self._view
@@ -159,6 +175,7 @@ class Progress:
             if view.ends is not None:
                 parts.append(f"{units.clock(view.ends - now)} left")
             _logger.info("  ".join(parts))
+        self._advise(record, num_workers)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Notes the result of an evaluation."""
@@ -194,6 +211,14 @@ class Progress:
             self._view.status, self._view.ends = "", None
             self._bar.close()
             self._bar = None
+
+    def _advise(self, record: Mapping[str, Any], num_workers: int | None) -> None:
+        """After `_STARVED` records in a row that are limited by input, says what would help."""
+        is_starved = num_workers is not None and limiting(record) == "input"
+        self._num_starved = self._num_starved + 1 if is_starved else 0
+        if num_workers is not None and self._num_starved == _STARVED and not self._is_advised:
+            self._is_advised = True
+            self.note(input_advice(record, num_workers))
 
     def _estimate(self, now: float) -> float | None:
         """When the last step will be done, at the pace of the last 20 records, evaluations and

@@ -38,8 +38,8 @@ _MEANINGS = {
 
 _ADVICE = {
     "compute": "The devices are the limit, as they should be.",
-    "input": "Steps wait for batches that are still being read: faster storage or less work per "
-    "row would make the run faster.",
+    "input": "Steps wait for batches that are still being read: more input workers "
+    "(--data.num_workers), faster storage or less work per row would make the run faster.",
     "transfer": "Steps wait for batches on their way to the devices: fewer or narrower features "
     "would make the run faster.",
     "logging/host": "Python around the step holds the devices up: log less often "

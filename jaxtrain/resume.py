@@ -171,7 +171,10 @@ def begin(
     directory = _prepare(config.workdir) / "checkpoints"
     _logger.info("workdir %s", directory.parent)
     checkpointer = Checkpointer(
-        directory, keep_last=options.keep_last, keep_every_steps=options.keep_every_steps
+        directory,
+        keep_last=options.keep_last,
+        keep_every_steps=options.keep_every_steps,
+        grace_seconds=config.preemption_grace_seconds,
     )
     found = from_primary(checkpointer.scan)
     steps = list(found.whole)

@@ -14,6 +14,9 @@ class StepClock:
     """
 
     def __init__(self) -> None:
+        self.busy_seconds = 0.0
+        """Seconds of all steps done, from the start on, that went into neither devices nor others:
+        waiting for data, and Python."""
         self._restart()
 
     def _restart(self) -> None:
@@ -22,6 +25,7 @@ class StepClock:
         """How long saves have held the loop up since the last `read`."""
         self._steps = 0
         self._input_wait = self._device = self._read = self._h2d = self._other = 0.0
+        self._counted = 0.0  # of the busy seconds since then
 
     def batch(self, wait: float, read: float, h2d: float) -> None:
         """A batch was taken: seconds waited for it, seconds its thread spent reading and moving."""
@@ -41,6 +45,9 @@ class StepClock:
         """
         self._steps += 1
         self._device += seconds
+        busy = time.perf_counter() - self._begin - self._other - self._device
+        self.busy_seconds += busy - self._counted
+        self._counted = busy
 
     @contextmanager
     def other(self) -> Iterator[None]:

@@ -6,6 +6,8 @@ Pure functions of a training record (`jaxtrain.metrics`) and of tables; no backe
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.units import seconds
+
 
 def limiting(record: Mapping[str, Any]) -> str:
     """Names what limits the step: 'compute', 'input', 'transfer' or 'logging/host'.
@@ -40,6 +42,26 @@ def transfer_share(record: Mapping[str, Any]) -> float:
     return transfer / (transfer + read) if transfer else 0.0
 
 
+def input_advice(record: Mapping[str, Any], num_workers: int) -> str:
+    """What would help where 'input' is the limit: one line, with the times of a record.
+
+    Args:
+        record: of training.
+        num_workers: processes that read; 0: a thread of the run does.
+    """
+    step, wait = _positive(record, "step_seconds"), _positive(record, "input_wait_seconds")
+    reading = f"reading takes {seconds(_positive(record, 'read_seconds'))} for each batch"
+    if num_workers:
+        reading = f"{num_workers} input workers do not keep up"
+        remedy = f"more of them (--data.num_workers={2 * num_workers}, if there are cores for them)"
+    else:
+        remedy = "input workers (--data.num_workers=auto, or a number)"
+    return (
+        f"steps wait for input {wait / step:.0%} of their time, because {reading}; {remedy}, faster"
+        f" storage or less work per row would help"
+    )
+
+
 def _positive(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
     return float(value) if value and value > 0 else 0.0
@@ -63,6 +85,7 @@ _PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
     ("NVIDIA H100 PCIe", 756e12, 378e12),
     ("NVIDIA H100 NVL", 835.5e12, 417.5e12),
     ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12),
+    ("NVIDIA H100 96GB HBM2e", 989.4e12, 494.7e12),
     # nvidia.com/en-us/data-center/h200: those of H100, 1,979 and 989; NVL 1,671 and 835.
     ("NVIDIA H200 NVL", 835.5e12, 417.5e12),
     ("NVIDIA H200", 989.4e12, 494.7e12),

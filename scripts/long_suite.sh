@@ -22,9 +22,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
-
-def git(*words):
-    return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
+from scripts.stamp import commit
 
 
 (suite,) = ElementTree.parse(sys.argv[1]).getroot().iter("testsuite")
@@ -35,7 +33,7 @@ for case in suite.iter("testcase"):
     cases.append((outcome, float(case.get("time")), f"{case.get('classname')}.{case.get('name')}"))
 outcomes = [outcome for outcome, *_ in cases]
 summary = {
-    "commit": git("rev-parse", "--short", "HEAD") + "+changes" * bool(git("status", "-s", "-uno")),
+    "commit": commit(),
     "date": datetime.date.today().isoformat(),
     "machine": f"{len(os.sched_getaffinity(0))} cores",
     "passed": outcomes.count("passed"),

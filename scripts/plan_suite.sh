@@ -19,6 +19,7 @@ import sys
 import time
 
 from jaxtrain import units
+from scripts.stamp import commit
 
 ROOT = pathlib.Path("runs/plan_suite")
 COMMON = ("--data.sequence_length=8192", "--precision=bfloat16")
@@ -38,11 +39,10 @@ CASES = {
     "70b-2048x8": (
         "llama3-70b", "h100:2048x8", 2048, ("--mesh=data:64,fsdp:32,tensor:8", FULL), 0, 180,
     ),
+    "70b-16384x8": (
+        "llama3-70b", "h100:16384x8", 16384, ("--mesh=data:512,fsdp:32,tensor:8", FULL), 0, 600,
+    ),
 }  # fmt: skip
-
-
-def git(*words):
-    return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
 
 
 def run(name):
@@ -63,7 +63,7 @@ def run(name):
         "max_rss_bytes": usage.ru_maxrss * 1024,
         "load": os.getloadavg()[1],
         "flags": words,
-        "commit": git("rev-parse", "--short", "HEAD") + "+changes" * bool(git("status", "-s", "-uno")),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
     (directory / "result.json").write_text(json.dumps(result))

@@ -5,11 +5,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 workdir=runs/quickstart
 is_training=true
+before=
 for argument in "$@"; do
     case $argument in
     --workdir=*) workdir=${argument#--workdir=} ;;
-    --help | --helpshort | --helpfull | --plan=* | --audit | --evaluate) is_training=false ;;
+    --help | --helpshort | --helpfull | --plan | --plan=* | --audit | --evaluate) is_training=false ;;
     esac
+    [ "$before" != --workdir ] || workdir=$argument
+    before=$argument
 done
 echo "quickstart: installing into .venv/ (about a minute the first time)"
 bash scripts/setup.sh

@@ -13,5 +13,6 @@ fi
 ruff check .
 ruff format --check .
 pyright
-# Two workers: one compiles while the other runs. loadscope keeps a module's fixtures together.
-exec pytest -q -n 2 --dist loadscope -m "not long" --durations=15
+# Three workers for two cores: many tests wait for processes that wait for each other. loadscope
+# keeps a module's fixtures together.
+exec pytest -q -n 3 --dist loadscope -m "not long" --durations=15

@@ -39,13 +39,17 @@ M, B, K = cost.MATRIX_EFFICIENCY, cost.BANDWIDTH_EFFICIENCY, cost.LINK_EFFICIENC
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """After the efficiencies: 1e12 FLOP/s, 1e9 B/s of memory and links, 1e8 B/s of network."""
+    """A peak of 2e12 FLOP/s; after the efficiencies 1e12 FLOP/s, 1e9 B/s of memory and links, 1e8
+    of network."""
 
-    peak_flops: float = 1e12 / M
+    peak_flops: float = 2e12
+    sustained_flops: float = 1e12 / M
     float32_rate: float = 0.5
     memory_bandwidth: float = 1e9 / B
     link_bandwidth: float = 1e9 / K
     network_bandwidth: float = 1e8 / K
+    link_latency: float = 0.0
+    network_latency: float = 0.0
 
 
 MACHINE = Machine()

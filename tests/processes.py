@@ -5,6 +5,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,13 +30,66 @@ def environment(at=""):
     return variables
 
 
+class Programs:
+    """The compile cache of one run: what earlier runs of these tests compiled, and room for more.
+
+    A third of the processor time of a start of the toy is compilation. JAX does not write entries
+    in one go, so a run that may be killed, or a process beside it, must not write where another
+    reads: each has a directory of its own, and what a run compiled is passed on when it ended well.
+    """
+
+    shared: Path | None = None
+    """Of all workers; set by conftest.py."""
+
+    def __init__(self):
+        self._own = tempfile.TemporaryDirectory(prefix="programs", ignore_cleanup_errors=True)
+        self.variables = {
+            "JAX_COMPILATION_CACHE_DIR": self._own.name,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        assert self.shared is not None
+        link_all(self.shared, Path(self._own.name))
+
+    def pass_on(self):
+        assert self.shared is not None
+        link_all(Path(self._own.name), self.shared)
+
+    def close(self):
+        self._own.cleanup()
+
+
+def link_all(source, target):
+    """Puts every file of one directory into another as well; those that are there stay."""
+    for path in source.iterdir():
+        with contextlib.suppress(FileExistsError):
+            os.link(path, target / path.name)
+
+
+def state_of(pid):
+    """The kernel's letter for what a process does; "" if there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def assert_gone(*pids):
+    """They end, within seconds: a kill is certain to come, but not when."""
+    deadline = time.monotonic() + 20
+    while any(state_of(pid) not in ("", "Z") for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 class Run:
     """A running toy: what it says, and a way to talk back."""
 
-    def __init__(self, workdir, *flags, at="", script="faults/toy_run.py", variables=None):
+    def __init__(
+        self, workdir, *flags, at="", script="faults/toy_run.py", variables=None, prefix=()
+    ):
+        self._programs = Programs()
         self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / script), f"--workdir={workdir}", *flags],
-            env={**environment(at), **(variables or {})},
+            [*prefix, sys.executable, str(TESTS / script), f"--workdir={workdir}", *flags],
+            env={**environment(at), **self._programs.variables, **(variables or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -67,7 +121,10 @@ class Run:
     def end(self):
         """Waits for the end; returns the exit code."""
         self._read(lambda line: False, "waiting for the end")
-        return self.process.wait(TIMEOUT)
+        code = self.process.wait(TIMEOUT)
+        if code == 0:
+            self._programs.pass_on()
+        return code
 
     def _read(self, is_last, what):
         deadline = time.monotonic() + TIMEOUT
@@ -89,6 +146,7 @@ class Run:
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+        self._programs.close()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import types
@@ -57,8 +58,29 @@ def workdir(tmp_path, monkeypatch):
 def test_help_lists_the_commands(capsys, words):
     code, out, err = run(capsys, *words)
     assert (code, err) == (0, "")
-    for line in ("checkpoints WORKDIR [--step=N]  list", "report WORKDIR", "version"):
-        assert f"\n  {line}" in out
+    for name, text in (
+        ("checkpoints WORKDIR [--step=N]", "list the checkpoints"),
+        ("doctor [--workdir=DIR] [--json]", "look whether"),
+        ("launch --processes=N", "run a command"),
+        ("prepare SOURCE ... OUT", "make token shards"),
+        ("report WORKDIR", "write report.html"),
+        ("version", "versions of"),
+    ):
+        assert re.search(rf"\n  {re.escape(name)}.* {text}", out)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["launch", "--help"], "--restarts=0"),
+        (["doctor", "-h"], "--device_timeout_seconds=120.0"),
+        (["prepare", "--help"], "--tokenizer=bytes"),
+    ],
+)
+def test_commands_with_flags_list_them(capsys, words, flag):
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    assert f"\n  {flag} " in out
 
 
 def test_help_of_a_command(capsys):
@@ -73,7 +95,11 @@ def test_help_of_a_command(capsys):
     ("words", "message"),
     [
         (["reprot"], "'reprot' is not a command; did you mean report?"),
-        (["train"], "'train' is not a command; one of checkpoints, report, version"),
+        (
+            ["train"],
+            "'train' is not a command; one of checkpoints, doctor, launch, prepare, report,"
+            " version",
+        ),
         (["report"], "jaxtrain report takes WORKDIR; got nothing"),
         (["report", "a", "b"], "jaxtrain report takes WORKDIR; got a b"),
         (["report", "--x"], "jaxtrain report takes WORKDIR; got --x"),
@@ -142,3 +168,42 @@ def test_version_as_a_module():
     assert found["jax"] == importlib.metadata.version("jax")
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"jaxtrain", "flax", "optax", "orbax-checkpoint", "grain"} <= found.keys()
+
+
+@pytest.mark.parametrize("words", [["version"], ["launch", "--help"], ["--help"]])
+def test_a_reader_that_has_gone_ends_a_command_quietly(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "jaxtrain", *words],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_an_output_that_cannot_be_written_is_one_line(options):
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, *options, "-m", "jaxtrain", "version"],
+            env=variables,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    said = "error: standard output cannot be written: No space left on device\n"
+    assert (process.returncode, process.stderr) == (4, said)
+
+
+def test_an_interrupted_command_ends_quietly(capsys, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_usage", interrupt)
+    assert run(capsys, "help") == (130, "", "")

@@ -256,6 +256,8 @@ def test_stderr_is_given_back_after_an_error_and_children_do_not_block_it():
     children[0].wait()
     assert (os.fstat(2).st_ino, os.fstat(2).st_dev) == (before.st_ino, before.st_dev)
     assert logs[0].text == "last words\n"
+    # The one that recorded ends with the child, and the next recording knows.
+    assert backend._lingering.pop().wait(20) == 0
 
 
 def test_last_words_of_a_crash_reach_the_terminal():

@@ -108,7 +108,7 @@ def test_every_field_is_read_somewhere_in_the_package():
             lambda: RunConfig(profile="5:9", num_steps=5),
             "profile=5:9 must start before the end, num_steps=5",
         ),
-        (lambda: RunConfig(evaluate=True, audit=True), "plan, evaluate and audit exclude"),
+        (lambda: RunConfig(evaluate=True, audit=True), "plan, evaluate, audit and peek exclude"),
         (lambda: RunConfig(optimizer="lion"), "optimizer must be a OptimizerConfig"),
         (
             lambda: OptimizerConfig(learning_rate=float("nan")),

@@ -12,6 +12,8 @@ from jaxtrain.losses import classification_loss
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.convnet import ConvNetConfig, convnet
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 TINY = ConvNetConfig(channels=4)
 
 

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 PAGES = sorted((pathlib.Path(__file__).parents[1] / "docs").glob("*.md"))
 
 

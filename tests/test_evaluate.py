@@ -11,6 +11,8 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.evaluate import evaluate, require_masked
 from jaxtrain.step import make_eval_step
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 PREDICTOR = (
     lambda key: ({"offset": jnp.zeros(())}, {}),
     lambda params, state, batch, *, key, train: (batch["x"] + params["offset"], state),

@@ -5,6 +5,7 @@ New scripts are found by themselves. One that does not train needs a line in `TO
 
 import ast
 import json
+import math
 import re
 
 import experimenting
@@ -14,12 +15,16 @@ import numpy as np
 import pytest
 from experimenting import TINY, eval_records, evaluation, start, succeed, train_records
 
-from jaxtrain import fields
+from jaxtrain import cli, fields
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import record_reads, unread
+from jaxtrain.data.manifest import Manifest
 from jaxtrain.models.functional import logits
+from jaxtrain.models.sample import generate
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.runs import load_params
+
+pytestmark = pytest.mark.usefixtures("compile_cache")
 
 TOOLS = {"sample_lm": "train_lm"}
 """Scripts that do not train -> the script whose run they take."""
@@ -88,7 +93,7 @@ def test_pulse_of_a_tool(name, lm_run, tmp_path):
 # Unread options
 
 # Read where a run has several processes: tests/multiprocess.
-WITH_OTHERS = ["init_timeout_seconds"]
+WITH_OTHERS = ["init_timeout_seconds", "stall_timeout_seconds"]
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -113,7 +118,10 @@ SHRUNK = (
     *("--model.mlp_dim=64", "--model.head_dim=8", "--model.vocab_size=300"),
 )
 KINDS = {
-    "llama3.2-1b": ("--optimizer=sgd", "--optimizer.momentum=0.9", "--optimizer.schedule=wsd"),
+    "llama3.2-1b": (
+        *("--optimizer=sgd", "--optimizer.momentum=0.9", "--optimizer.schedule=wsd"),
+        "--data.packing=best_fit",
+    ),
     "gpt2": ("--optimizer=lion", "--optimizer.schedule=linear", "--optimizer.freeze=^(embed|pos)"),
     "qwen3-0.6b": ("--optimizer.schedule=constant", "--optimizer.ema_decay=0.9"),
 }
@@ -194,7 +202,9 @@ def test_every_option_of_train_lm_applies_somewhere():
         changes = {names.get(flag, flag.removeprefix("--")): value for flag, value in given}
         config = replace_paths(train_lm.LmConfig(), {"model": train_lm.PRESETS[preset]})
         changes = {
-            k: v for k, v in changes.items() if k in ("optimizer.name", "optimizer.schedule")
+            k: v
+            for k, v in changes.items()
+            if k in ("optimizer.name", "optimizer.schedule", "data.packing")
         }
         never &= fields.inapplicable(replace_paths(config, changes))
     assert never == set()
@@ -389,6 +399,29 @@ def test_a_run_of_another_experiment_is_refused(digits):
     assert ended.code == 2
     assert re.search(r"config\.json: \d problems:", ended.error)
     assert "model.num_classes=10 is not a field" in ended.error
+
+
+def test_token_shards_are_trained_on_and_sampled_from(tmp_path, text, capsys):
+    shards = tmp_path / "shards"
+    cli.main(["jaxtrain", "prepare", str(text), str(shards), "--tokenizer=bpe:300"])
+    words = [f"--data.source={shards}", f"--workdir={tmp_path / 'run'}", *TWO_STEPS]
+    refused = experimenting.run("train_lm", *words, *TINY)
+    assert refused.code == 2
+    assert "model.vocab_size=256 is smaller than the 300 tokens of data.source=" in refused.error
+    ended = succeed("train_lm", *words, *TINY, "--model.vocab_size=300", num_devices=1)
+    assert "tokenizer bpe:300" in ended.err
+    (record,) = eval_records(tmp_path / "run")
+    assert 4 < record["loss"] < 2 * math.log(300)
+    capsys.readouterr()
+    drawn = sampled(tmp_path / "run", "--temperature=0")
+    # The same tokens by hand, in the words of the shards' tokenizer.
+    tokenizer = Manifest.read(str(shards)).open_tokenizer()
+    config = TransformerConfig(num_layers=2, embed_dim=32, mlp_dim=64, vocab_size=300)
+    model = transformer(config)
+    (prompt,) = tokenizer.encode([b"12 times "])
+    params = load_params(model, str(tmp_path / "run"))
+    (tokens,) = generate(model, params, [prompt], num_tokens=40, temperature=0.0)
+    assert drawn == f"12 times {tokenizer.decode(tokens)}\n\n"
 
 
 def test_config_json_holds_what_was_resolved_and_the_versions(lm_run):

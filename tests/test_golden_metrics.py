@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from experimenting import eval_records, succeed, train_records
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 GOLDEN = {
     "train_lm": {
         "loss": [5.558735, 4.873368, 4.362267],

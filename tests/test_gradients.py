@@ -37,6 +37,8 @@ from jaxtrain.placement import param_shardings
 from jaxtrain.sharding import constrain, gather_param, on_shards, shard_batch
 from jaxtrain.step import make_eval_step, make_train_step
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 # Case E1: every token counts the same, however the batch is split.
 
 

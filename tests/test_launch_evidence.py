@@ -249,6 +249,10 @@ def test_half_set_torchrun_is_an_error_only_for_one_of_several():
     [
         ({"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}, "10.96.0.1"),
         ({"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911"}, "10.96.0.1"),
+        (
+            {"OMPI_MCA_orte_hnp_uri": "156499968.0;tcp://192.0.2.2:49661;tcp6://[fd00::2]:41657"},
+            "192.0.2.2",
+        ),
         ({"OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fe80::9b:ac5d,2620::2]:43370"}, "fe80::9b:ac5d"),
         ({"PMIX_NAMESPACE": "prterun-gpu-a-001-2041@1"}, "gpu-a-001"),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),

@@ -17,6 +17,8 @@ from jaxtrain.mesh import make_mesh
 from jaxtrain.models.functional import Model
 from jaxtrain.sharding import use_rules
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 ROWS, LENGTH, WIDTH, VOCAB, PADDED = 8, 12, 16, 50, 64
 SPEC = jax.sharding.PartitionSpec
 

@@ -1,4 +1,7 @@
-"""The same training on every mesh: losses, gradients, and what the compiled programs move."""
+"""The same training on every mesh: losses, gradients, and what the compiled programs move.
+
+CI has the mesh with all axes, the long suite the others.
+"""
 
 import collections
 import functools
@@ -22,7 +25,13 @@ from jaxtrain.state import init_state, state_shardings
 from jaxtrain.step import make_train_step
 
 HYBRID = "data:2,fsdp:2,tensor:2"
-LAYOUTS = [("data:8", 1), ("fsdp:8", 1), ("fsdp:4,tensor:2", 1), (HYBRID, 1), (HYBRID, 4)]
+LAYOUTS = [
+    pytest.param("data:8", 1, marks=pytest.mark.long),
+    pytest.param("fsdp:8", 1, marks=pytest.mark.long),
+    pytest.param("fsdp:4,tensor:2", 1, marks=pytest.mark.long),
+    (HYBRID, 1),
+    (HYBRID, 4),
+]
 NUM_STEPS, NUM_ROWS, LENGTH = 50, 32, 64
 
 

@@ -6,7 +6,7 @@ import pytest
 from planning import CONDITION, MACHINE, K, M, computation, module_text, tpu_gather, while_text
 
 from jaxtrain.plan import cost, hlo
-from jaxtrain.plan.traffic import communication
+from jaxtrain.plan.traffic import Collective, bytes_sent, communication
 
 MESH = {"data": 2, "fsdp": 4}
 
@@ -36,7 +36,7 @@ def test_a_kernel_takes_the_longer_of_its_two_times():
     assert found.matmul_seconds == pytest.approx(2e-3)
     assert found.memory_seconds == pytest.approx(6e-3)
     assert found.step_seconds == found.kernel_seconds == pytest.approx(6e-3)
-    slow = dataclasses.replace(MACHINE, peak_flops=1e11 / M)
+    slow = dataclasses.replace(MACHINE, sustained_flops=1e11 / M)
     assert predict(PRODUCT, machine=slow).step_seconds == pytest.approx(20e-3)
 
 
@@ -97,6 +97,29 @@ def test_rings_over_hosts(devices_per_host, groups, milliseconds):
     assert found.step_seconds == pytest.approx(milliseconds * 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "devices_per_host", "milliseconds"),
+    [
+        # A ring of 4: 3 steps of 1 ms inside a host, 3e6 bytes in 3 ms.
+        ("all-gather", 8, 3 + 3),
+        # Two hosts of two: 2 steps inside, 1 between them of 100 ms; 3e6 bytes in 15 ms.
+        ("all-gather", 2, 2 + 100 + 15),
+        # Round twice: 4e6 bytes sent of which 3/4 each time.
+        ("all-reduce", 2, 2 * (2 + 100) + 30),
+        # No ring: one step; half of 4e6 bytes crosses.
+        ("all-to-all", 2, 100 + 20),
+    ],
+)
+def test_the_steps_of_a_ring_take_time(kind, devices_per_host, milliseconds):
+    late = dataclasses.replace(MACHINE, link_latency=1e-3, network_latency=100e-3)
+    collective = Collective(
+        name="", kind=kind, axis="fsdp", group_size=4, devices_inside=min(devices_per_host, 4),
+        num_bytes=4_000_000, bytes_sent=bytes_sent(kind, 4e6, 4), dtypes=(), times=1,
+        loops=(), source="",
+    )  # fmt: skip
+    assert cost.link_seconds(collective, late) == pytest.approx(milliseconds * 1e-3)
+
+
 def test_the_link_can_be_slower_than_the_ports_together():
     fast = dataclasses.replace(MACHINE, network_bandwidth=9e8 / K)
     found = predict(HALF + gather("", "[2,4]<=[8]"), machine=fast, devices_per_host=2)
@@ -139,8 +162,8 @@ def test_loops_multiply():
 def test_tokens_per_second_and_mfu():
     found = predict(PRODUCT, tokens_per_device=12, flops_per_token=5e8)
     assert found.tokens_per_second_per_device == pytest.approx(2000)
-    # 2,000 tokens x 5e8 operations of a peak of 1e12 / M.
-    assert found.mfu == pytest.approx(M)
+    # 2,000 tokens x 5e8 operations of a peak of 2e12.
+    assert found.mfu == pytest.approx(0.5)
     assert predict(PRODUCT).mfu is None
 
 

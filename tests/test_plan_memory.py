@@ -12,6 +12,7 @@ import pytest
 from jaxtrain import RunConfig, make_mesh
 from jaxtrain.data.load import abstract_batch
 from jaxtrain.data.sources import ArrayDataset
+from jaxtrain.host import memory_bytes
 from jaxtrain.losses import lm_loss
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.plan import buffers, hlo, memory
@@ -208,7 +209,7 @@ def test_a_tpu_gives_all_but_the_share_of_its_runtime():
 
 def test_simulated_devices_share_the_memory_of_the_machine():
     target = parse_target("cpu:8")
-    assert memory.available(target, 0.9, 1).num_bytes == memory.this_host_bytes() // 8
+    assert memory.available(target, 0.9, 1).num_bytes == memory_bytes() // 8
 
 
 def test_a_host_holds_what_its_devices_hold_once():

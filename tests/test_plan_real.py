@@ -52,6 +52,7 @@ def test_a_plan_for_gpus(tmp_path):
     assert "flags: --mesh=fsdp:8,tensor:2" in text
 
 
+@pytest.mark.long
 @needs_cuda
 def test_a_search_for_gpus(tmp_path):
     plan, text = planned(

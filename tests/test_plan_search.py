@@ -210,11 +210,18 @@ def test_axes_between_hosts_wait_longer(analysis):
 
 def test_estimates_use_the_formula_of_compiled_plans(analysis, monkeypatch):
     target = parse_target("h100:1x8")
+    assert target is not None
+    kind = dataclasses.replace(target.kind, link_latency=0.0)
+    target = dataclasses.replace(target, kind=kind)
     candidate = Candidate((("data", 8), ("fsdp", 1), ("tensor", 1)), "none", 1)
     estimate = analysis.estimate(candidate, target)
     monkeypatch.setattr(cost, "LINK_EFFICIENCY", cost.LINK_EFFICIENCY / 2)
     slower = analysis.estimate(candidate, target)
     assert slower.exposed_seconds == pytest.approx(2 * estimate.exposed_seconds)
+    late = dataclasses.replace(target, kind=dataclasses.replace(kind, link_latency=1.0))
+    # One sum of gradients, twice round a ring of 8.
+    waits = analysis.estimate(candidate, late).exposed_seconds - slower.exposed_seconds
+    assert waits == pytest.approx(14.0)
     kernel = work.Kernel((work.Flops("matmul", "f32", 1e12),), 0)
     assert cost.kernel_seconds(kernel, MACHINE)[0] == pytest.approx(2.0)
 

@@ -21,6 +21,8 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import record_reads, unread
 from jaxtrain.errors import CheckpointError, ConfigError, OutputError
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 
 @pytest.fixture(autouse=True)
 def _log(caplog):

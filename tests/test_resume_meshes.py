@@ -11,6 +11,8 @@ from experimenting import eval_records, start, succeed, train_records
 from jaxtrain import cli
 from jaxtrain.checkpoint import Checkpointer
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 HYBRID = "data:2,fsdp:2,tensor:2"
 SAVED, END = 3, 8
 

@@ -13,7 +13,7 @@ import looping
 import pytest
 from processes import finished, started
 
-from jaxtrain import run_lock
+from jaxtrain import file_lock
 from jaxtrain.errors import CheckpointError, OutputError
 from jaxtrain.run_lock import LOCK, hold
 
@@ -70,12 +70,13 @@ def test_a_file_system_without_locks_costs_one_line(tmp_path, monkeypatch, caplo
         del file, operation
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(file_lock.fcntl, "flock", flock)
     with caplog.at_level(logging.WARNING, "jaxtrain"), hold(str(tmp_path)), hold(str(tmp_path)):
         pass
     assert len(caplog.messages) == 2
     assert caplog.messages[0] == (
-        f"workdir {tmp_path} cannot be locked (No locks available): do not start a second run in it"
+        f"{tmp_path / LOCK} cannot be locked (No locks available): do not start a second run in its"
+        " directory"
     )
 
 

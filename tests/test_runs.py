@@ -19,6 +19,8 @@ from jaxtrain.models.transformer import PRESETS, transformer
 from jaxtrain.models.transformer_config import TransformerConfig
 from jaxtrain.runs import load_params, read_config
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 HYBRID = "data:2,fsdp:2,tensor:2"
 
 

@@ -11,6 +11,8 @@ from jaxtrain.models.functional import functional, logits
 from jaxtrain.models.sample import generate, sample
 from jaxtrain.models.transformer import TransformerConfig, transformer
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 SMALL = {"vocab_size": 61, "num_layers": 2, "embed_dim": 24, "mlp_dim": 40}
 GPT2 = TransformerConfig(
     **SMALL, num_heads=3, activation="gelu", norm="layer", use_bias=True, positions="learned",

@@ -26,6 +26,8 @@ from jaxtrain.state import (
     state_shardings,
 )
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 ADAMW = optax.adamw(1e-3)
 
 

@@ -37,6 +37,8 @@ from jaxtrain.sharding import shard_batch
 from jaxtrain.state import abstract_state, state_shardings
 from jaxtrain.step import make_train_step
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 
 @functools.cache
 def three_steps(layout):

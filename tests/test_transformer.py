@@ -18,6 +18,8 @@ from jaxtrain.models.functional import logits
 from jaxtrain.models.transformer import PRESETS, TransformerConfig, transformer
 from jaxtrain.sharding import DEFAULT_RULES, param_shardings, use_rules
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 SMALL = {"vocab_size": 61, "vocab_multiple": 8, "num_layers": 3, "embed_dim": 24, "mlp_dim": 40}
 STYLES = {
     "gpt2": TransformerConfig(

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.errors import DataError
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchPlacement:
@@ -53,6 +55,11 @@ class BatchPlacement:
         return cls(sharding, accumulate_steps, micro_rows, np.array(columns, np.int64))
 
     @property
+    def may_alias(self) -> bool:
+        """Whether placed arrays may lie in the memory of the arrays they were made from."""
+        return any(device.platform == "cpu" for device in self.sharding.device_set)
+
+    @property
     def rows(self) -> np.ndarray:
         """The rows of the global batch to read, int64 [R], in the order `place` takes them."""
         starts = np.arange(self.accumulate_steps, dtype=np.int64) * self.micro_rows
@@ -81,3 +88,35 @@ class BatchPlacement:
             return self.shard(array, index)
 
         return jax.make_array_from_callback(shape, self.sharding, shard, dtype=array.dtype)
+
+
+def for_devices(arrays: Mapping[str, np.ndarray], *, is_ours: bool = True) -> dict[str, Any]:
+    """Arrays of dtypes that JAX holds, "loss_mask" always among them.
+
+    Args:
+        arrays: name -> [R, ...].
+        is_ours: their memory is not used again; otherwise they are copied.
+    """
+    found = {}
+    for name, array in arrays.items():
+        narrowed = _as_device_dtype(name, array)
+        found[name] = narrowed if is_ours or narrowed is not array else array.copy()
+    if "loss_mask" not in found:
+        num_rows = len(next(iter(found.values())))
+        found["loss_mask"] = np.ones(num_rows, np.float32)
+    return found
+
+
+def _as_device_dtype(name: str, array: np.ndarray) -> np.ndarray:
+    """Narrows 64-bit numbers as JAX would, but never lets an integer change its value."""
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise DataError(
+                f"{name!r} holds {array.min()} to {array.max()}, beyond {dtype.name}, in which"
+                f" devices hold it"
+            )
+    return array.astype(dtype)

@@ -1,29 +1,40 @@
 """From a dataset to batches on the devices.
 
 The global batch of a step is the range [position, position + global_batch_size) of the endless
-order of `order.py`, over epoch ends. Row r of it lives on the devices to which the batch sharding
-gives row r, and a process reads exactly the rows of its own devices. So the batches are the same
-for any number of processes and devices, and the position is all that a checkpoint has to hold.
+order of `order.py`, over epoch ends, or of the dataset's own order if it has one. Row r of it lives
+on the devices to which the batch sharding gives row r, and a process reads exactly the rows of its
+own devices. So the batches are the same for any number of processes and devices, and the position
+is all that a checkpoint has to hold.
 
-A thread reads, moves to the devices and measures both, ahead of the training loop.
+A thread reads, or has workers read, moves to the devices and measures both, ahead of the training
+loop.
 
 Legend: A micro-batches, B rows of a global batch, b = B / A rows of a micro-batch, R rows that
 this process reads.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain.data.batch_placement import BatchPlacement
-from jaxtrain.data.order import sample_indices
+from jaxtrain.data.batch_placement import BatchPlacement, for_devices
+from jaxtrain.data.batch_reader import BatchReader
 from jaxtrain.data.prefetch import Prefetcher
-from jaxtrain.data.sources import Dataset, as_dataset, name_of, require_rows
+from jaxtrain.data.rows import checked_rows
+from jaxtrain.data.sources import (
+    Dataset,
+    OrderedRows,
+    as_dataset,
+    dataset_indices,
+    name_of,
+    require_rows,
+)
 from jaxtrain.errors import DataError, JaxtrainError
 from jaxtrain.sharding import DEFAULT_RULES, ShardingRules, batch_sharding, check_batch_size
 
@@ -42,7 +53,7 @@ class LoadedBatch(NamedTuple):
     position: int
     """Samples consumed before this batch."""
     read_seconds: float
-    """Time in the order, in `dataset.read` and in the checks of what it returned."""
+    """Time in the order, in `dataset.read` or the wait for the worker that reads, and in checks."""
     h2d_seconds: float
     """Time until the arrays were on the devices, waited for."""
 
@@ -66,6 +77,7 @@ class Loader:
         position: int = 0,
         shuffle: bool | None = None,
         prefetch: int = 2,
+        num_workers: int | None = 0,
     ) -> None:
         """Starts the thread.
 
@@ -80,6 +92,8 @@ class Loader:
             shuffle: False takes the rows in their own order; None asks the dataset's attribute of
                 this name, and shuffles if it has none.
             prefetch: batches that wait ready on the devices.
+            num_workers: processes that read, ahead of the thread; 0: the thread reads; None: as
+                many as keep up with the first steps.
         """
         dataset = as_dataset(dataset)
         check_batch_size(global_batch_size, accumulate_steps, mesh, rules)
@@ -99,30 +113,41 @@ class Loader:
             global_batch_size,
             accumulate_steps,
         )
+        order = _Order(dataset, placement, seed, position, shuffle)
+        batches = _TrainingBatches(dataset, placement, order, num_workers)
+        self._reader = batches.reader
+        self._trial = batches.reader.trial
         self._batches = Prefetcher(
-            _TrainingBatches(
-                dataset,
-                placement,
-                seed,
-                position,
-                bool(getattr(dataset, "shuffle", True)) if shuffle is None else shuffle,
-            ),
+            batches,
             ahead=prefetch,
             name=f"the loader of {name_of(dataset)}",
+            stop=batches.reader.stop,
         )
+
+    @property
+    def num_workers(self) -> int | None:
+        """Processes that read; 0: the thread does; None: it is not settled yet."""
+        return self._reader.num_workers
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self
 
     def __next__(self) -> LoadedBatch:
-        return next(self._batches)
+        if self._trial is None:
+            return next(self._batches)
+        begin = time.perf_counter()
+        loaded = next(self._batches)
+        self._trial.taken(begin, time.perf_counter())
+        if self._trial.is_over:
+            self._trial = None
+        return loaded
 
     def refill(self) -> None:
         """Lets the thread load the next batch; else it begins when the next one is asked for."""
         self._batches.refill()
 
     def close(self) -> None:
-        """Ends the thread. Waits for a read in progress, but not for ever."""
+        """Ends thread and workers. Waits for a read in the thread, but not for ever."""
         self._batches.close()
 
     def __enter__(self) -> "Loader":
@@ -203,33 +228,70 @@ def _evaluate_all(
         yield from batches
 
 
+class _Order:
+    """Which samples the training batch of a number holds."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        placement: BatchPlacement,
+        seed: int,
+        position: int,
+        shuffle: bool | None,
+    ) -> None:
+        self.batch_size = placement.accumulate_steps * placement.micro_rows
+        self._dataset = dataset
+        self._seed = seed
+        self._position = position
+        self._shuffle = shuffle
+        self._rows_R = placement.rows
+        self._block = max(1, _ORDER_BLOCK // max(1, len(self._rows_R)))
+
+    def position(self, number: int) -> int:
+        """Samples consumed before a batch."""
+        return self._position + number * self.batch_size
+
+    def rows(self, number: int) -> OrderedRows:
+        """Those that this process reads; asked for once each, the numbers ascending."""
+        if number % self._block == 0:
+            starts = self.position(number) + np.arange(self._block) * self.batch_size
+            positions = starts[:, None] + self._rows_R[None, :]
+            self._samples = dataset_indices(
+                self._dataset, self._seed, positions.reshape(-1), shuffle=self._shuffle
+            ).reshape(positions.shape)
+        return OrderedRows(
+            self._samples[number % self._block], self._seed, self.position(number) + self._rows_R
+        )
+
+
 class _TrainingBatches:
     """Makes the training batch of a number; called in the thread."""
 
     def __init__(
-        self, dataset: Dataset, placement: BatchPlacement, seed: int, position: int, shuffle: bool
+        self, dataset: Dataset, placement: BatchPlacement, order: _Order, num_workers: int | None
     ) -> None:
         self._dataset = dataset
         self._placement = placement
-        self._seed = seed
-        self._position = position
-        self._shuffle = shuffle
-        self._batch_size = placement.accumulate_steps * placement.micro_rows
-        self._rows_R = placement.rows
-        self._block = max(1, _ORDER_BLOCK // max(1, len(self._rows_R)))
+        self._order = order
+        self.reader = BatchReader(dataset, order.rows, num_workers)
 
     def __call__(self, number: int) -> LoadedBatch:
-        started = time.perf_counter()
-        position = self._position + number * self._batch_size
-        if number % self._block == 0:
-            starts = position + np.arange(self._block, dtype=np.int64) * self._batch_size
-            positions = starts[:, None] + self._rows_R[None, :]
-            self._samples = sample_indices(
-                self._seed, len(self._dataset), positions.reshape(-1), shuffle=self._shuffle
-            ).reshape(positions.shape)
-        samples_R = self._samples[number % self._block]
-        what = f"samples {position} to {position + self._batch_size - 1} of the order"
-        return _load(self._dataset, samples_R, None, self._placement, what, position, started)
+        position = self._order.position(number)
+        last = position + self._order.batch_size - 1
+        with _saying_where(f"samples {position} to {last} of the order", self._dataset):
+            trial = self.reader.trial
+            started, cpu = time.perf_counter(), time.thread_time()
+            arrays = self.reader.read(number)
+            cpu = time.thread_time() - cpu
+            is_ours = not (self.reader.reuses_memory and self._placement.may_alias)
+            arrays = for_devices(arrays, is_ours=is_ours)
+            read = time.perf_counter()
+            placed = self._placement.place(arrays)
+            end = time.perf_counter()
+        if trial is not None:
+            size = sum(array.nbytes for array in arrays.values())
+            trial.loaded(read - started, cpu, end - read, size)
+        return LoadedBatch(placed, position, read - started, end - read)
 
 
 class _EvaluationBatches:
@@ -246,36 +308,20 @@ class _EvaluationBatches:
         samples_R = position + self._placement.rows
         is_real_R = samples_R < num_rows
         stop = min(position + self._batch_size, num_rows)
-        batch = _load(
-            self._dataset,
-            np.minimum(samples_R, num_rows - 1),
-            None if is_real_R.all() else is_real_R,
-            self._placement,
-            f"rows {position} to {stop - 1}",
-            position,
-            time.perf_counter(),
-        )
-        return batch.arrays, stop - position
+        with _saying_where(f"rows {position} to {stop - 1}", self._dataset):
+            arrays = _read(self._dataset, np.minimum(samples_R, num_rows - 1))
+            if not is_real_R.all():
+                mask = arrays["loss_mask"]
+                arrays["loss_mask"] = mask * is_real_R.reshape(-1, *[1] * (mask.ndim - 1))
+            placed = self._placement.place(arrays)
+        return placed, stop - position
 
 
-def _load(
-    dataset: Dataset,
-    samples_R: np.ndarray,
-    is_real_R: np.ndarray | None,
-    placement: BatchPlacement,
-    what: str,
-    position: int,
-    started: float,
-) -> LoadedBatch:
-    """Reads samples and moves them to the devices; whatever fails says where."""
+@contextlib.contextmanager
+def _saying_where(what: str, dataset: Dataset) -> Iterator[None]:
+    """Whatever fails in the block says what was being loaded."""
     try:
-        arrays = _read(dataset, samples_R)
-        if is_real_R is not None:
-            mask = arrays["loss_mask"]
-            arrays["loss_mask"] = mask * is_real_R.reshape(-1, *[1] * (mask.ndim - 1))
-        read = time.perf_counter()
-        placed = placement.place(arrays)
-        return LoadedBatch(placed, position, read - started, time.perf_counter() - read)
+        yield
     except (JaxtrainError, OSError) as error:
         raise DataError(f"{error} (while loading {what} from {name_of(dataset)})") from error
     except BaseException as error:
@@ -284,44 +330,5 @@ def _load(
 
 
 def _read(dataset: Dataset, samples_R: np.ndarray) -> dict[str, np.ndarray]:
-    """The rows of a batch as devices take them, "loss_mask" always among them."""
-    arrays = _checked(dataset.read(samples_R), len(samples_R))
-    if "loss_mask" not in arrays:
-        arrays["loss_mask"] = np.ones(len(samples_R), np.float32)
-    return arrays
-
-
-def _checked(arrays: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
-    """Checks what a dataset returned, and brings it to the types that JAX holds."""
-    if not isinstance(arrays, Mapping) or not arrays:
-        raise DataError(f"read() must return a dict of arrays; got {type(arrays).__name__}")
-    checked = {}
-    for name, array in arrays.items():
-        array = np.asarray(array)
-        if array.shape[:1] != (num_rows,):
-            raise DataError(
-                f"read() must return {num_rows} rows, as many as it was asked for; {name!r} has"
-                f" shape {array.shape}"
-            )
-        if not (array.dtype == bool or jax.numpy.issubdtype(array.dtype, np.number)):
-            raise DataError(
-                f"{name!r} has dtype {array.dtype}, which devices cannot hold; give numbers, or"
-                f" leave it out of the batch"
-            )
-        checked[name] = _as_device_dtype(name, array)
-    return checked
-
-
-def _as_device_dtype(name: str, array: np.ndarray) -> np.ndarray:
-    """Narrows 64-bit numbers as JAX would, but never lets an integer change its value."""
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    if dtype == array.dtype:
-        return array
-    if array.dtype.kind in "iu" and array.size:
-        limits = np.iinfo(dtype)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise DataError(
-                f"{name!r} holds {array.min()} to {array.max()}, beyond {dtype.name}, in which"
-                f" devices hold it"
-            )
-    return array.astype(dtype)
+    """The rows of a batch as devices take them."""
+    return for_devices(checked_rows(dataset.read(samples_R), len(samples_R)))

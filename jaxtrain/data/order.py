@@ -75,6 +75,18 @@ def sample_indices(seed: int, n: int, positions: np.ndarray, *, shuffle: bool = 
     return order(seed, epoch_M, n, offset_M) if shuffle else offset_M
 
 
+def random_bits(seed: int, draw: int, positions: np.ndarray) -> np.ndarray:
+    """Returns uint64 [M], evenly distributed: a pure function of its arguments, element by element.
+
+    Args:
+        seed: non-negative, below 2^64.
+        draw: which of several independent numbers, from 0.
+        positions: int64 [M], of the endless order.
+    """
+    start = _mix(np.asarray([seed], np.uint64)) + np.uint64(_GAMMA * (draw + 1) % 2**64)
+    return _mix(_mix(start) ^ _mix(np.asarray(positions, np.int64).astype(np.uint64)))
+
+
 def _prepare(
     seed: int, epoch: int | np.ndarray, n: int, values: np.ndarray
 ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:

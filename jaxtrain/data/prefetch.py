@@ -44,7 +44,13 @@ class Prefetcher:
     """
 
     def __init__(
-        self, make: Callable[[int], Any], *, count: int | None = None, ahead: int = 2, name: str
+        self,
+        make: Callable[[int], Any],
+        *,
+        count: int | None = None,
+        ahead: int = 2,
+        name: str,
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts the thread.
 
@@ -53,10 +59,12 @@ class Prefetcher:
             count: how many times; None: without end.
             ahead: how many finished items may wait for the consumer.
             name: of the thread, and in messages.
+            stop: called when the thread is to end and when it has ended, in any thread: it ends a
+                wait inside of `make`, and what `make` has started.
         """
         if ahead < 1:
             raise ValueError(f"ahead={ahead} must be at least 1")
-        self._thread = _Thread(make, count, ahead, name)
+        self._thread = _Thread(make, count, ahead, name, stop)
         self._ended: BaseException | None = None
         self._is_to_refill = False
         self._finalizer = weakref.finalize(self, self._thread.stop)
@@ -105,7 +113,12 @@ class _Thread(threading.Thread):
     """The producing side. Items are (item, None), or last (None, exception)."""
 
     def __init__(
-        self, make: Callable[[int], Any], count: int | None, ahead: int, name: str
+        self,
+        make: Callable[[int], Any],
+        count: int | None,
+        ahead: int,
+        name: str,
+        on_stop: Callable[[], None],
     ) -> None:
         # Not a daemon in spirit: `stop` is registered for the end of the interpreter, which
         # would wait for a plain thread before it runs exit functions.
@@ -115,6 +128,7 @@ class _Thread(threading.Thread):
         for _ in range(ahead):
             self.free.put(None)
         self._make = make
+        self._on_stop = on_stop
         self._numbers = itertools.count() if count is None else iter(range(count))
         self._stopping = False
 
@@ -134,10 +148,12 @@ class _Thread(threading.Thread):
                 error = wrapped
             self.ready.put((None, error))
         finally:
+            self._on_stop()
             del self._make
 
     def stop(self) -> None:
         self._stopping = True
+        self._on_stop()
         self.free.put(None)
         if self.is_alive() and self is not threading.current_thread():
             self.join(JOIN_SECONDS)

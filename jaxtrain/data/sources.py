@@ -9,10 +9,11 @@ Legend: N rows of a dataset, R rows asked for.
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxtrain.data.order import sample_indices
 from jaxtrain.errors import DataError
 
 _HASHED_BYTES = 2**30
@@ -22,8 +23,14 @@ _HASHED_BYTES = 2**30
 class Dataset(Protocol):
     """Rows with random access.
 
-    Two more attributes are used where a dataset has them: `name` in messages, and `shuffle`
-    (False: training takes the rows in their own order).
+    More attributes are used where a dataset has them: `name` in messages; `shuffle` (False:
+    training takes the rows in their own order); `sample_indices(seed, positions, *, shuffle)`,
+    which replaces the order of `order.py` (a mixture has one of its own): a pure function to int64
+    rows [M], where shuffle is what the loader was asked for, or None; `read_training(indices, seed,
+    positions)`, which training calls instead of `read`, with the positions of these rows in the
+    endless order: random changes of rows (augmentation) that are a pure function of seed and
+    position are then the same after a restart, and on any number of processes; and `parts` with
+    `shares`, by which an evaluation tells them apart (`held_out.HeldOut`).
     """
 
     def __len__(self) -> int:
@@ -33,8 +40,9 @@ class Dataset(Protocol):
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the rows `indices` (int64 [R], in this order) as arrays [R, ...].
 
-        Called in a thread of the loader, one call at a time. The caller keeps the arrays: they
-        must not be written to later.
+        Called in a thread of the loader, one call at a time, or in worker processes that each have
+        a pickled copy of the dataset: it must depend on the indices alone. The caller keeps the
+        arrays: they must not be written to later.
         """
         ...
 
@@ -47,6 +55,11 @@ class Dataset(Protocol):
 def name_of(dataset: Dataset) -> str:
     """What messages call a dataset."""
     return getattr(dataset, "name", None) or type(dataset).__name__
+
+
+def parts_of(dataset: Dataset) -> Mapping[str, Dataset]:
+    """The parts of a dataset by their names; of one without parts itself, without a name."""
+    return getattr(dataset, "parts", {"": dataset})
 
 
 def require_rows(dataset: Dataset, what: str) -> None:
@@ -62,6 +75,61 @@ def require_rows(dataset: Dataset, what: str) -> None:
     if len(dataset) == 0:
         way_out = "give data, or none" if what == "evaluation" else "give data"
         raise DataError(f"no {what} data in {name_of(dataset)}: it has 0 samples; {way_out}")
+
+
+def dataset_indices(
+    dataset: Dataset, seed: int, positions: np.ndarray, *, shuffle: bool | None = None
+) -> np.ndarray:
+    """Returns the rows of a dataset at `positions` of its endless order, int64 [M].
+
+    Args:
+        dataset: with rows.
+        seed: of the order.
+        positions: int64 [M], from 0.
+        shuffle: False takes the rows in their own order; None asks the dataset's attribute of this
+            name, and shuffles if it has none.
+
+    Raises:
+        DataError: when the dataset has an order of its own that gives no rows.
+    """
+    own = getattr(dataset, "sample_indices", None)
+    if own is None:
+        shuffle = bool(getattr(dataset, "shuffle", True)) if shuffle is None else shuffle
+        return sample_indices(seed, len(dataset), positions, shuffle=shuffle)
+    rows = np.asarray(own(seed, positions, shuffle=shuffle))
+    is_right = rows.dtype.kind in "iu" and rows.shape == np.shape(positions)
+    if not is_right or (rows.size and not 0 <= rows.min() <= rows.max() < len(dataset)):
+        raise DataError(
+            f"{name_of(dataset)}: sample_indices must return one row, 0..{len(dataset) - 1}, for"
+            f" each of {np.size(positions)} positions; got {rows.dtype}{list(rows.shape)}"
+        )
+    return rows
+
+
+class OrderedRows(NamedTuple):
+    """Rows that training reads, and where they stand in the endless order."""
+
+    indices: np.ndarray
+    """int64 [R]."""
+    seed: int
+    """Of the order."""
+    positions: np.ndarray
+    """int64 [R]."""
+
+
+def read_training(
+    dataset: Dataset, indices: np.ndarray, seed: int, positions: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Returns rows as training gets them: changed at random, where the dataset does that.
+
+    Args:
+        dataset: any.
+        indices: rows, int64 [R].
+        seed: of the order, and of the changes.
+        positions: int64 [R], of these rows in the endless order.
+    """
+    own = getattr(dataset, "read_training", None)
+    return dataset.read(indices) if own is None else own(indices, seed, positions)
 
 
 class ArrayDataset:

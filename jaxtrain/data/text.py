@@ -9,6 +9,9 @@ each other without overlap, so that every byte and every separator but the first
 exactly once; "loss_mask" is 0 where the last window runs over the end. Windows do not stop at
 documents, and attention sees what stands before a separator.
 
+With packing, rows hold documents that do not see each other (`pack.py`): a document is its
+separator and its bytes, and its last target is the next separator. Targets are the same as without.
+
 SEPARATOR is 255, a byte that no UTF-8 text contains, so that the vocabulary stays 256.
 
 The stream is held in memory: one byte per byte of text, twice that while it is made. A plain file
@@ -20,42 +23,64 @@ do not fit into memory are an error before they are read.
 Legend: T sequence_length.
 """
 
-import bisect
 import codecs
 import dataclasses
-import hashlib
-import itertools
+import functools
 import logging
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from jaxtrain.config import Config, field
-from jaxtrain.data.files import Counts, Reader, TextFile, find_files
+from jaxtrain.config import DataConfig, field
+from jaxtrain.data.documents import Counts, Reader
+from jaxtrain.data.files import TextFile, find_files
+from jaxtrain.data.manifest import Manifest
+from jaxtrain.data.mixture_flag import parse_mixture
+from jaxtrain.data.pack import Documents, PackedDataset
+from jaxtrain.data.reading import read_each
+from jaxtrain.data.shards import ShardInfo, shard_datasets, shard_roots
+from jaxtrain.data.text_split import Text, split_texts
+from jaxtrain.data.token_info import TokenInfo
+from jaxtrain.data.tokenizing import SEPARATOR, ByteTokenizer, Tokenizer
 from jaxtrain.data.windows import TextDataset
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.units import nbytes, several
 
-SEPARATOR = 255
-VOCAB_SIZE = 256
 MAPPED_BYTES = 2**30
-_COUNTED_TOKENS = 2**26
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextDataConfig(Config):
+class TextDataConfig(DataConfig):
     """Which text, and how it is cut."""
 
     source: str = field(
         "stdlib",
-        help="stdlib (the Python standard library's source), or a UTF-8 file, or a folder of them;"
-        " .jsonl files hold one document per line",
+        used_when={"mixture": ("",)},
+        help="stdlib (the Python standard library's source), or a UTF-8 file, a folder of them, a"
+        " glob, or several with commas between; .jsonl (.gz, .zst) and .parquet files hold one"
+        " document per record; or directories of token shards (jaxtrain prepare)",
+    )
+    mixture: str = field(
+        "",
+        help="several sources instead, in proportions: NAME=WEIGHT:SOURCE,NAME=WEIGHT:SOURCE, each"
+        " SOURCE as data.source takes it, e.g. web=3:/data/web,code=1:stdlib",
     )
     sequence_length: int = field(128, unit="tokens", minimum=1, help="length of a row")
+    packing: str = field(
+        "none",
+        choices=("none", "split", "best_fit"),
+        help="none: rows are cut from one stream, and run over documents; split, best_fit: a "
+        "document sees itself only; split cuts it where a row ends, best_fit only if it is longer",
+    )
+    cross_document_attention: bool = field(
+        False,
+        used_when={"packing": ("split", "best_fit")},
+        help="a token sees all documents before it in its row: lets attention use kernels that "
+        "cannot keep packed documents apart",
+    )
     validation_fraction: float = field(
         0.05,
         minimum=0,
@@ -69,118 +94,105 @@ class TextDataConfig(Config):
         choices=("error", "replace"),
         help="bytes that are not UTF-8: error names file, line and offset; replace counts them",
     )
-    json_field: str = field("text", help="field of .jsonl records that holds the text")
+    json_field: str = field("text", help="field of .jsonl and .parquet records that holds the text")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_mixture(self.mixture)
 
 
-@dataclasses.dataclass(frozen=True)
-class TextInfo:
-    """What `text_datasets` found."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextInfo(TokenInfo):
+    """What `text_datasets` found in text; its targets are bytes and separators."""
 
-    source: str
     split: str
     """"files", "ends" or "none": how validation data was held out."""
     train_files: int
     eval_files: int
-    train_tokens: int
-    """Targets: bytes and separators."""
-    eval_tokens: int
     counts: Counts
-
-    vocab_size: int = VOCAB_SIZE
-    separator: int = SEPARATOR
+    packing: str = ""
+    """How full the rows are, and what a token sees; empty: not packed."""
 
     def summary(self) -> str:
-        """One line for the log."""
         held_out = {
             "files": f"{several(self.eval_files, 'file')} held out",
             "ends": "the ends of the files held out",
             "none": "nothing held out",
         }[self.split]
-        notes = "".join(f"; {note}" for note in self.counts.notes())
+        packing = [self.packing] if self.packing else []
+        notes = "".join(f"; {note}" for note in [*packing, *self.counts.notes()])
         return (
             f"text from {self.source}: {several(self.counts.files, 'file')},"
             f" {several(self.counts.documents, 'document')}; {self.train_tokens:,} training and"
             f" {self.eval_tokens:,} validation tokens ({held_out}){notes}"
         )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuses a model whose vocabulary does not hold every token of the text.
 
-        Raises:
-            ConfigError: with both sizes.
-        """
-        if vocab_size < self.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size={vocab_size} is smaller than the {self.vocab_size} tokens of "
-                f"the text (bytes); use --model.vocab_size={self.vocab_size} or more."
-            )
+def text_datasets(
+    config: TextDataConfig, *, is_alone: bool = True
+) -> tuple[TextDataset | PackedDataset, TextDataset | PackedDataset | None, TextInfo | ShardInfo]:
+    """Returns (training rows, validation rows or None, what was found) for `config.source`.
 
-    def facts(self, held_out: TextDataset | None) -> dict[str, Any]:
-        """What a run records about its text; entropies where counting takes seconds at most."""
-        facts: dict[str, Any] = {
-            "data": self.summary(),
-            "vocab_size": self.vocab_size,
-            "train_tokens": self.train_tokens,
-            "eval_tokens": self.eval_tokens,
-        }
-        if held_out is not None and 2 < held_out.num_tokens <= _COUNTED_TOKENS:
-            facts["validation_entropy_order_1"] = held_out.conditional_entropy(1)
-            facts["validation_entropy_order_2"] = held_out.conditional_entropy(2)
-        return facts
+    A source of token shards gives rows of its tokens, any other one of bytes. For a mixture see
+    `text_mixture.lm_datasets`.
 
-
-def encode(text: str) -> np.ndarray:
-    """Returns the tokens of a text: its UTF-8 bytes, int32."""
-    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-
-def decode(tokens: Iterable[int]) -> str:
-    """Returns the text of tokens; a separator becomes a line end, a broken character U+FFFD."""
-    data = bytes(10 if token == SEPARATOR else int(token) for token in tokens)
-    return data.decode("utf-8", "replace")
-
-
-def text_datasets(config: TextDataConfig) -> tuple[TextDataset, TextDataset | None, TextInfo]:
-    """Returns (training rows, validation rows or None, what was found) for a configuration.
+    Args:
+        config: without a mixture.
+        is_alone: whether options that nothing in the source reads are refused.
 
     Raises:
         DataError: for a source without text, bytes that are not UTF-8, or too little text.
         ConfigError: for an option that nothing in the source would read.
     """
+    if config.mixture:
+        raise ConfigError(f"data.mixture={config.mixture} is for lm_datasets, not text_datasets")
     # Read here, whether or not this source needs them: the run records which options are read.
     length, fraction, shuffle = config.sequence_length, config.validation_fraction, config.shuffle
     replace, json_field = config.on_bad_bytes == "replace", config.json_field
+    if is_alone:
+        refuse_unread_options(config, [config.source])
+    if shard_roots(config.source):
+        return shard_datasets(
+            config.source,
+            length,
+            validation_fraction=fraction,
+            shuffle=shuffle,
+            packing=config.packing,
+            cross_document_attention=config.cross_document_attention,
+        )
     # A lone file that is no text is a mistake; in a folder, pictures are to be expected.
     skip_binary = not os.path.isfile(config.source)
-    reader = Reader(replace=replace, json_field=json_field, skip_binary=skip_binary)
+    reader = functools.partial(
+        Reader, replace=replace, json_field=json_field, skip_binary=skip_binary
+    )
+    counts = Counts()
     try:
         files = find_files(config.source)
-        if json_field != TextDataConfig.json_field and not any(f.is_json_lines for f in files):
-            raise ConfigError(
-                f"data.json_field={json_field} is read from .jsonl files only, and"
-                f" data.source={config.source} has none; leave it out"
-            )
-        texts = _read_all(files, reader, config.source)
+        texts = _read_all(files, reader, counts, config.source)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
-    reader.raise_problems()
     if not texts:
-        notes = "; ".join(reader.counts.notes())
+        notes = "; ".join(counts.notes())
         raise DataError(f"no training data in data.source={config.source}: {notes}")
     split, train, held_out = split_texts(texts, fraction)
     datasets = []
     for kind, part in (("training", train), ("validation", held_out)):
         streams, paths = _streams(part)
         name = f"{kind} text of {config.source}"
-        datasets.append(TextDataset(streams, length, name=name, shuffle=shuffle, paths=paths))
+        if config.packing == "none":
+            data = TextDataset(streams, length, name=name, shuffle=shuffle, paths=paths)
+        else:
+            data = _packed(streams, paths, config, name)
+        datasets.append(data)
     info = TextInfo(
-        config.source,
-        split,
-        len(train),
-        len(held_out),
-        datasets[0].num_tokens,
-        datasets[1].num_tokens,
-        reader.counts,
+        source=config.source,
+        split=split,
+        train_files=len(train),
+        eval_files=len(held_out),
+        train_tokens=datasets[0].num_tokens,
+        eval_tokens=datasets[1].num_tokens,
+        counts=counts,
+        packing="" if config.packing == "none" else datasets[0].summary(),
     )
     if info.train_tokens < length:
         raise DataError(
@@ -188,29 +200,84 @@ def text_datasets(config: TextDataConfig) -> tuple[TextDataset, TextDataset | No
             f" (and {info.eval_tokens} held out) are fewer than one row of"
             f" data.sequence_length={length}; use a smaller one, or more text"
         )
-    if reader.counts.notes():
+    if counts.notes():
         _log.warning("%s", info.summary())
     return datasets[0], datasets[1] if held_out else None, info
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Text:
-    """The documents of a file: in memory, or as a map of the whole file."""
+def tokenizer_of(config: TextDataConfig) -> Tokenizer:
+    """The tokenizer of what `text_datasets` returns: that of the shards, or bytes.
 
-    relative: str
-    documents: list[bytes]
-    mapped: np.ndarray | None = None
-    path: str = ""
-    """Of the file that is mapped."""
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.documents)) if self.mapped is None else len(self.mapped)
+    Raises:
+        DataError: if the shards, beside which it lies, are no longer there.
+    """
+    sources = [source for _, source in parse_mixture(config.mixture).values()]
+    roots = shard_roots(sources[0] if sources else config.source)
+    return Manifest.read(roots[0]).open_tokenizer() if roots else ByteTokenizer()
 
 
-def _read_all(files: list[TextFile], reader: Reader, source: str) -> list[Text]:
-    """Reads or maps every file; leaves out those without text."""
-    mapped = {file for file in files if file.size >= MAPPED_BYTES and not file.is_json_lines}
+def refuse_unread_options(config: TextDataConfig, sources: list[str]) -> None:
+    """Refuses options that no source reads.
+
+    Raises:
+        ConfigError: naming the option, and who would read it.
+    """
+    changed = [
+        name
+        for name in ("json_field", "on_bad_bytes")
+        if getattr(config, name) != getattr(TextDataConfig, name)
+    ]
+    if not changed:
+        return
+    given = f"data.mixture={config.mixture}" if config.mixture else f"data.source={config.source}"
+    texts = [source for source in sources if not shard_roots(source)]
+    if not texts:
+        raise ConfigError(
+            f"data.{changed[0]}={getattr(config, changed[0])} is read from text only, and {given}"
+            f" holds token shards; give it to jaxtrain prepare (--{changed[0]})"
+        )
+    files = (file for source in texts for file in find_files(source))
+    if "json_field" in changed and not any(file.has_records for file in files):
+        raise ConfigError(
+            f"data.json_field={config.json_field} is read from .jsonl and .parquet files only, and"
+            f" {given} has none; leave it out"
+        )
+
+
+def _packed(
+    streams: list[np.ndarray], paths: list[str], config: TextDataConfig, name: str
+) -> PackedDataset:
+    mapped = [path for path in paths if path]
+    if mapped:
+        raise ConfigError(
+            f"data.packing={config.packing} packs documents, and {mapped[0]} is used as it lies on"
+            f" the disk, as a single one, because it has {nbytes(MAPPED_BYTES)} or more; leave"
+            " data.packing=none, or make it a file for each document, or .jsonl records"
+        )
+    stream = streams[0] if streams else np.array([SEPARATOR], np.uint8)
+    return PackedDataset(
+        Documents(stream, np.flatnonzero(stream == SEPARATOR)),
+        config.sequence_length,
+        policy=config.packing,
+        end_of_document=SEPARATOR,
+        cross_document_attention=config.cross_document_attention,
+        name=name,
+        shuffle=config.shuffle,
+    )
+
+
+def _read_all(
+    files: list[TextFile], make_reader: Callable[[], Reader], counts: Counts, source: str
+) -> list[Text]:
+    """Reads or maps every file, several at once; leaves out those without text.
+
+    Args:
+        files: to read.
+        make_reader: makes one for each file.
+        counts: gets what they counted.
+        source: in messages.
+    """
+    mapped = {file for file in files if file.size >= MAPPED_BYTES and not file.has_records}
     size = sum(file.size for file in files if file not in mapped)
     available = _available_memory()
     if 2 * size > available:
@@ -219,17 +286,32 @@ def _read_all(files: list[TextFile], reader: Reader, source: str) -> list[Text]:
             f" takes twice as much, and {nbytes(available)} are free; use fewer files, or join"
             f" plain ones into files of {nbytes(MAPPED_BYTES)} or more, which stay on the disk"
         )
-    texts = []
-    for file in files:
+
+    def read(file: TextFile) -> tuple[Reader, Text | None]:
+        reader = make_reader()
         if file in mapped:
-            data = np.asarray(np.memmap(file.path, np.uint8, "r"))
-            _log.info("checking %s, %s", file.relative, nbytes(file.size))
-            if reader.check(file, data.data):
-                start = len(codecs.BOM_UTF8) * data[:3].tobytes().startswith(codecs.BOM_UTF8)
-                texts.append(Text(file.relative, [], data[start:], file.path))
-        elif documents := reader.read(file):
-            texts.append(Text(file.relative, documents))
+            return reader, _map(file, reader)
+        documents = reader.read(file)
+        return reader, Text(file.relative, documents) if documents else None
+
+    texts, all_of_them = [], make_reader()
+    for reader, text in read_each(read, files):
+        counts.add(dataclasses.asdict(reader.counts))
+        all_of_them.problems += reader.problems
+        if text is not None:
+            texts.append(text)
+    all_of_them.raise_problems()
     return texts
+
+
+def _map(file: TextFile, reader: Reader) -> Text | None:
+    """A plain file where it lies; None if it is no text."""
+    data = np.asarray(np.memmap(file.path, np.uint8, "r"))
+    _log.info("checking %s, %s", file.relative, nbytes(file.size))
+    if not reader.check(file, data.data):
+        return None
+    start = len(codecs.BOM_UTF8) * data[:3].tobytes().startswith(codecs.BOM_UTF8)
+    return Text(file.relative, [], data[start:], file.path)
 
 
 def _available_memory() -> int:
@@ -242,76 +324,14 @@ def _available_memory() -> int:
         return 2**63
 
 
-def split_texts(texts: list[Text], fraction: float) -> tuple[str, list[Text], list[Text]]:
-    """Holds out about `fraction` of the bytes; returns (how, training, held out).
-
-    By whole files ("files"): those whose name hashes below `fraction`, so that a file stays on
-    its side when others come or go. Where that holds out less than a quarter or more than four
-    times of what was asked for, because the files are few or uneven, the end of each ("ends").
-    """
-    if fraction == 0:
-        return "none", texts, []
-    train, held_out = [], []
-    for text in texts:
-        (held_out if _hash(text.relative) < fraction * 2**64 else train).append(text)
-    share = sum(text.size for text in held_out) / sum(text.size for text in texts)
-    if fraction / 4 <= share <= fraction * 4 and train:
-        return "files", train, held_out
-    halves = [_cut(text, fraction) for text in texts]
-    train = [first for first, _ in halves if first.size]
-    held_out = [last for _, last in halves if last.size]
-    return "ends" if held_out else "none", train, held_out
-
-
-def _hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
-
-
-def _cut(text: Text, fraction: float) -> tuple[Text, Text]:
-    """Cuts off the end of a text: between documents, or else after a line, or a character."""
-    target = text.size - round(text.size * fraction)
-    if text.mapped is not None:
-        cut = target + _next_break(bytes(text.mapped[target : target + 2**16]))
-        first, last = text.mapped[:cut], text.mapped[cut:]
-        return (
-            Text(text.relative, [], first, text.path),
-            Text(text.relative, [], last, text.path),
-        )
-    # The document that the cut falls into goes to training whole, if enough is left after it.
-    ends = list(itertools.accumulate(map(len, text.documents)))
-    number = min(bisect.bisect_right(ends, target), len(ends) - 1)
-    document = text.documents[number]
-    left = (text.size - ends[number]) / text.size
-    cut = len(document)
-    if left < fraction / 4:
-        cut = target - (ends[number] - len(document))
-        cut += _next_break(document[cut:])
-    first = [*text.documents[:number], document[:cut]]
-    last = [document[cut:], *text.documents[number + 1 :]]
-    return (
-        Text(text.relative, [document for document in first if document]),
-        Text(text.relative, [document for document in last if document]),
-    )
-
-
-def _next_break(data: bytes) -> int:
-    """Offset after the first line in the first half of `data`, else of the next character."""
-    end = data.find(b"\n", 0, len(data) // 2)
-    if end >= 0:
-        return end + 1
-    # Bytes 10xxxxxx continue a character.
-    return next((i for i, byte in enumerate(data) if byte & 0xC0 != 0x80), len(data))
-
-
 def _streams(texts: list[Text]) -> tuple[list[np.ndarray], list[str]]:
-    """Returns (streams: all documents in memory as one, each map as its own; paths of maps)."""
+    """Returns (streams: all documents in memory as one, each map as its own; paths of the maps)."""
     separator = bytes([SEPARATOR])
     pieces = [separator]
     for text in texts:
         for document in text.documents:
             pieces += (document, separator)
     maps = [(text.mapped, text.path) for text in texts if text.mapped is not None]
-    streams = [data for data, _ in maps]
     if len(pieces) > 1:
-        streams.insert(0, np.frombuffer(b"".join(pieces), np.uint8))
-    return streams, [path for _, path in maps]
+        maps.insert(0, (np.frombuffer(b"".join(pieces), np.uint8), ""))
+    return [data for data, _ in maps], [path for _, path in maps]

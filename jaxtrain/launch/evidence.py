@@ -7,10 +7,36 @@ at: it is an error, or left aside with one line (`sources`).
 """
 
 import dataclasses
+import os
+from typing import Protocol
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.launch.decision import Decision, one_of_several, parse_address
 from jaxtrain.launch.sources import SOURCES, Environ, NotUsedError
+
+
+class LauncherConfig(Protocol):
+    """The fields of a configuration that say who starts the processes."""
+
+    @property
+    def launcher(self) -> str: ...
+    @property
+    def coordinator(self) -> str: ...
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def process_id(self) -> int: ...
+
+
+def decide_for(config: LauncherConfig) -> Decision:
+    """`decide` for the flags and the environment of this process."""
+    return decide(
+        os.environ,
+        launcher=config.launcher,
+        coordinator=config.coordinator,
+        num_processes=config.num_processes,
+        process_id=config.process_id,
+    )
 
 
 def decide(

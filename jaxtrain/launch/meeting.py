@@ -2,13 +2,15 @@
 
 JAX waits for absent processes in C++, in silence, and ends the process with a stack dump when they
 do not come. So the processes meet here first, at the port that JAX takes over: process 0 listens,
-the others connect and introduce themselves with a line of JSON. While some are absent process 0
-tells everybody which, and all print it. When all are there each gets everybody's introduction.
+the others connect, compare clocks with it, and introduce themselves with a line of JSON. While some
+are absent process 0 tells everybody which, and all print it. When all are there each gets
+everybody's introduction. Guardians meet in the same way, and stay connected (`meet_and_stay`).
 
 Nothing is secret here, and nobody is authenticated: like JAX's own port, this one has to be out of
 reach of strangers.
 """
 
+import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -16,10 +18,11 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.errors import ConfigError, PeerError
+from jaxtrain.launch import clocks
 
 _logger = logging.getLogger("jaxtrain")
 
@@ -33,7 +36,14 @@ _MAX_LINE_BYTES = 2**26
 
 Introduction = Mapping[str, Any]
 """What a process says of itself, as JSON; `process_id`, `num_processes`, `host` and `pid`, at
-least. `address`, from which it came, is added."""
+least. Added are `address`, from which it came, and what `clocks.compare` found."""
+
+
+class ToldError(Exception):
+    """A process was told to end before all had met; its text says which, and by what.
+
+    What a signal handler raises during a meeting. Every process that has come then raises it.
+    """
 
 
 @dataclasses.dataclass
@@ -52,7 +62,7 @@ def meet(
     me: Introduction,
     *,
     timeout_seconds: float,
-    check: Callable[[Sequence[Introduction]], None],
+    check: Callable[[Sequence[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
     """Waits for all processes of the run.
 
@@ -61,20 +71,58 @@ def meet(
         port: on it.
         me: what this process says of itself.
         timeout_seconds: how long the others are waited for.
-        check: called on process 0 with all introductions; a `ConfigError` from it is raised
-            on every process.
+        check: called on process 0 with all introductions, while all others still wait; a
+            `ConfigError` from it is raised on every process, and so does what it adds to an
+            introduction reach every process.
 
     Returns:
         Everybody's introduction, by process id.
 
     Raises:
+        ToldError: when it was raised on one process that had come; on every one of those.
         PeerError: when some did not come, naming them; on every process that did.
         ConfigError: when two have the same id or other ideas of their number, or from `check`; on
             every process.
     """
+    everybody, connections = meet_and_stay(
+        host, port, me, timeout_seconds=timeout_seconds, check=check
+    )
+    hang_up(connections.values(), after_them=me["process_id"] == 0)
+    return everybody
+
+
+def meet_and_stay(
+    host: str,
+    port: int,
+    me: Introduction,
+    *,
+    timeout_seconds: float,
+    check: Callable[[Sequence[dict[str, Any]]], None],
+) -> tuple[list[dict[str, Any]], dict[int, socket.socket]]:
+    """Like `meet`, and the connections stay open; nobody listens at the port any more.
+
+    Returns:
+        Everybody's introduction, and the connections by process id: to all others on process 0, to
+        process 0 on the others.
+    """
     if me["process_id"] == 0:
         return _Host(host, port, me, timeout_seconds, check).wait()
     return _visit(host, port, me, timeout_seconds)
+
+
+def hang_up(connections: Iterable[socket.socket], *, after_them: bool) -> None:
+    """Closes connections; process 0 lets the others do it first.
+
+    Who closes first keeps the connection lingering for a minute, and that must not be the port
+    which the next run listens at.
+    """
+    deadline = time.monotonic() + _FAREWELL_SECONDS
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            while after_them and connection.recv(2**16):
+                pass
+        connection.close()
 
 
 def wait_for_listener(host: str, port: int, timeout_seconds: float) -> None:
@@ -97,25 +145,30 @@ class _Host:
         port: int,
         me: Introduction,
         timeout_seconds: float,
-        check: Callable[[Sequence[Introduction]], None],
+        check: Callable[[Sequence[dict[str, Any]]], None],
     ) -> None:
         self._num_processes = me["num_processes"]
         self._timeout_seconds = timeout_seconds
         self._check = check
         self._began = time.monotonic()
-        self._present: dict[int, dict[str, Any]] = {0: {**me, "address": ""}}
+        clock = {"clock_skew_seconds": 0.0, "round_trip_seconds": 0.0}
+        self._present: dict[int, dict[str, Any]] = {0: {**me, "address": "", **clock}}
         self._guests: dict[socket.socket, _Guest] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = _listen(host, port)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def wait(self) -> list[dict[str, Any]]:
+    def wait(self) -> tuple[list[dict[str, Any]], dict[int, socket.socket]]:
         try:
             self._wait_for_all()
             everybody = [self._present[i] for i in range(self._num_processes)]
             self._check(everybody)
         except (ConfigError, PeerError) as error:
             self._tell({"error": str(error), "is_config": isinstance(error, ConfigError)})
+            self._close()
+            raise
+        except ToldError as error:
+            self._tell({"told": str(error)})
             self._close()
             raise
         except BaseException:
@@ -125,8 +178,14 @@ class _Host:
         self._selector.unregister(self._listener)
         self._listener.close()
         self._tell({"everybody": everybody})
-        self._close()
-        return everybody
+        self._selector.close()
+        connections: dict[int, socket.socket] = {}
+        for guest in self._guests.values():
+            if guest.introduction is None:
+                guest.connection.close()
+            else:
+                connections[guest.introduction["process_id"]] = guest.connection
+        return everybody, connections
 
     def _wait_for_all(self) -> None:
         reported = self._began
@@ -162,13 +221,32 @@ class _Host:
         if not received:
             self._dismiss(guest)
             return
-        guest.received += received
-        if b"\n" not in guest.received:
-            if len(guest.received) > _MAX_LINE_BYTES:
-                self._dismiss(guest)
+        *lines, guest.received = (guest.received + received).split(b"\n")
+        if len(guest.received) > _MAX_LINE_BYTES:
+            self._dismiss(guest)
             return
+        for line in lines:
+            if line == clocks.ASK:
+                with contextlib.suppress(OSError):  # noticed when it is read from
+                    guest.connection.send(clocks.answer())
+            elif guest.introduction is not None:
+                self._hear(guest, line)
+            else:
+                self._introduce(guest, line)
+                if guest.introduction is None:
+                    break
+
+    def _hear(self, guest: _Guest, line: bytes) -> None:
+        """What a guest says after its introduction: only that it was told to end."""
         try:
-            introduction = json.loads(guest.received)
+            told = json.loads(line)["told"]
+        except (ValueError, KeyError, TypeError):
+            return
+        raise ToldError(f"{told}")
+
+    def _introduce(self, guest: _Guest, line: bytes) -> None:
+        try:
+            introduction = json.loads(line)
             process_id = int(introduction["process_id"])
             num_processes = int(introduction["num_processes"])
         except (ValueError, KeyError, TypeError):
@@ -214,16 +292,9 @@ class _Host:
                 continue  # noticed when it is read from
 
     def _close(self) -> None:
-        """Lets the guests hang up first: the port stays free of connections that linger."""
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        for guest in self._guests.values():
-            try:
-                guest.connection.settimeout(max(0.01, deadline - time.monotonic()))
-                while guest.introduction is not None and guest.connection.recv(2**16):
-                    pass
-            except OSError:
-                pass
-            guest.connection.close()
+        guests = self._guests.values()
+        hang_up((g.connection for g in guests if g.introduction is None), after_them=False)
+        hang_up((g.connection for g in guests if g.introduction is not None), after_them=True)
         self._listener.close()
         self._selector.close()
 
@@ -236,18 +307,28 @@ class _Host:
         )
 
 
-def _visit(host: str, port: int, me: Introduction, timeout_seconds: float) -> list[dict[str, Any]]:
+def _visit(
+    host: str, port: int, me: Introduction, timeout_seconds: float
+) -> tuple[list[dict[str, Any]], dict[int, socket.socket]]:
     """The meeting as the other processes see it."""
     began = reported = time.monotonic()
     deadline = began + timeout_seconds
     absent: list[int] = []
     while True:
         try:
-            with socket.create_connection((host, port), _CONNECT_SECONDS) as connection:
-                connection.sendall(_line(me))
-                for message in _messages(connection, deadline):
+            with contextlib.ExitStack() as stack:
+                connection = stack.enter_context(
+                    socket.create_connection((host, port), _CONNECT_SECONDS)
+                )
+                messages = _messages(connection, deadline)
+                connection.sendall(_line({**me, **clocks.compare(connection, messages)}))
+                stack.enter_context(_telling(connection))
+                for message in messages:
                     if "everybody" in message:
-                        return message["everybody"]
+                        stack.pop_all()  # it stays open
+                        return message["everybody"], {0: connection}
+                    if "told" in message:
+                        raise ToldError(message["told"])
                     if "error" in message:
                         kind = ConfigError if message["is_config"] else PeerError
                         raise kind(message["error"])
@@ -277,7 +358,18 @@ def _visit(host: str, port: int, me: Introduction, timeout_seconds: float) -> li
         time.sleep(_RETRY_SECONDS)
 
 
-def _messages(connection: socket.socket, deadline: float) -> Iterable[dict[str, Any]]:
+@contextlib.contextmanager
+def _telling(connection: socket.socket) -> Iterator[None]:
+    """Tells process 0 that this one was told to end."""
+    try:
+        yield
+    except ToldError as error:
+        with contextlib.suppress(OSError):
+            connection.sendall(_line({"told": str(error)}))
+        raise
+
+
+def _messages(connection: socket.socket, deadline: float) -> Iterator[dict[str, Any]]:
     """Lines of process 0 until it hangs up, or until a little after the deadline."""
     received = b""
     while len(received) < _MAX_LINE_BYTES:

@@ -159,8 +159,8 @@ def _mpirun_host(environ: Environ) -> tuple[str, str] | None:
     """(host of mpirun, variable that says so); process 0 runs beside it unless told otherwise."""
     # Open MPI 4: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, or tcp6://[fe80::1,2620::2]:43370
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-    if found := re.search(r"tcp6?://\[?([^,\]]+?)(?:,|\]|:\d+$)", uri):
-        return found[1], "OMPI_MCA_orte_hnp_uri"
+    if found := re.search(r"tcp6?://(?:\[([^,\]]+)|([^,:;\[]+))", uri):
+        return found[1] or found[2], "OMPI_MCA_orte_hnp_uri"
     # Open MPI 5: prterun-HOST-PID@1
     namespace = environ.get("PMIX_NAMESPACE", "")
     if found := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", namespace):

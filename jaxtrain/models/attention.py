@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.compile import attention_on, target_device
+from jaxtrain.compile import asked_attention, target_device
 from jaxtrain.models.layers import Norm, Projection, normal, residual_init
 from jaxtrain.models.transformer_config import TransformerConfig
 from jaxtrain.sharding import constrain, on_shards
@@ -50,20 +50,26 @@ class Attention(nnx.Module):
             norm = lambda: Norm("rms", *head, epsilon=config.norm_epsilon, rngs=rngs)  # noqa: E731
             self.q_norm, self.k_norm = norm(), norm()
 
-    def __call__(self, x_BTD: jax.Array, rotation: "Rotation | None") -> jax.Array:
-        """Attention of every position to itself and those before it."""
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rotation: "Rotation | None",
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of every position to itself and those before it, of its segment if given."""
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
-        implementation = self.implementation
-        if implementation == "auto":
-            implementation = attention_on(
-                target_device(), q_BTNH.dtype, q_BTNH.shape[-1]
-            ).implementation
+        masking = "causal" if segment_ids_BT is None else "segments"
+        implementation, _ = asked_attention(
+            self.implementation, target_device(), q_BTNH.dtype, q_BTNH.shape[-1], masking=masking
+        )
         with jax.named_scope("attend"):
             if implementation == "cudnn":
                 a_BTNH = _attend_cudnn(q_BTNH, k_BTKH, v_BTKH)
             else:
                 index_T = jnp.arange(x_BTD.shape[1])
                 visible_BTS = (index_T[:, None] >= index_T[None, :])[None]
+                if segment_ids_BT is not None:
+                    visible_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
                 a_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, visible_BTS)
         return self.o(constrain(a_BTNH, "batch", "length", "heads", "head_dim"))
 

@@ -55,8 +55,9 @@ class Model:
     """Logical axes of what `unembed` returns."""
     vocab_size: int | None = None
     """True vocabulary size; columns of head_DV beyond it are padding."""
-    kernels: Callable[[Any], Mapping[str, str]] | None = None
-    """device -> facts about the kernels that a step for such a device uses, for log and report"""
+    kernels: Callable[[Any, Batch], Mapping[str, str]] | None = None
+    """(device, a batch of the run) -> facts about the kernels that a step for such a device uses,
+    for log and report; ConfigError if none can do what the batch asks for"""
     init_cache: Callable[..., Any] | None = None
     """(batch_size, length, dtype) -> empty key/value cache"""
     decode: Callable[..., tuple[jax.Array, Any]] | None = None

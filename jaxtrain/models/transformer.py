@@ -14,6 +14,7 @@ V padded vocabulary, P learned positions, L layers.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.compile import SUMMED, attention_on, target_device
+from jaxtrain.compile import (
+    ATTENTION_KERNELS,
+    SUMMED,
+    asked_attention,
+    attention_cost,
+    target_device,
+)
 from jaxtrain.compile import remat as remat_block
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.attention import Attention, Cache, Rotation, rotation
@@ -42,7 +49,9 @@ from jaxtrain.throughput import training_flops_per_token
 
 __all__ = ["PRESETS", "TransformerConfig", "transformer"]
 
-ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+ATTENTION_IMPLEMENTATIONS = ("auto", *ATTENTION_KERNELS)
+
+_INPUTS = ("tokens", "positions", "segment_ids")
 
 # Up to here the layers' loop is unrolled on CPU, where XLA then writes gradients in place instead
 # of copying slices: measured 20 to 25 % of a step at 4 and 6 layers. Compile time grows with it.
@@ -71,10 +80,11 @@ class Block(nnx.Module):
         rotation: Rotation | None,
         keys_B: jax.Array | None,
         layer: jax.Array,
+        segment_ids_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Adds what the layer computes; `keys_B` draws the dropout masks of this layer."""
         with jax.named_scope("attention"):
-            added_BTD = self.attention(self.attention_norm(x_BTD), rotation)
+            added_BTD = self.attention(self.attention_norm(x_BTD), rotation, segment_ids_BT)
             x_BTD = self._add(x_BTD, added_BTD, keys_B, 2 * layer + 1)
             # What devices have added up is not added up again by a rematerialisation.
             x_BTD = checkpoint_name(x_BTD, SUMMED)
@@ -116,7 +126,11 @@ class Transformer(nnx.Module):
             )
 
     def __call__(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array | None, keys_B: jax.Array | None
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None,
+        keys_B: jax.Array | None,
+        segment_ids_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states after the final norm, hidden_BTD."""
         config = self.config
@@ -126,7 +140,7 @@ class Transformer(nnx.Module):
 
         def block(x_BTD, scanned):
             layer, index = scanned
-            return layer(x_BTD, angles, keys_B, index), None
+            return layer(x_BTD, angles, keys_B, index, segment_ids_BT), None
 
         # A loop that is unrolled whole disappears, and XLA could undo the rematerialisation.
         block = remat_block(block, self.remat, is_scanned=unroll < config.num_layers)
@@ -185,8 +199,9 @@ def transformer(
         attention: "auto": the kernel that `compile.attention_implementation` has for the devices
             that the step is traced for; or "xla" or "cudnn".
 
-    The batch holds tokens [B, T] int32 and, for learned or shifted positions, may hold positions
-    [B, T] int32. Dropout draws from `row_keys`.
+    The batch holds tokens [B, T] int32, and may hold positions [B, T] int32 (else 0, 1, ... in each
+    row) and, for packed rows, segment_ids [B, T] int32: a token then attends to those of its own
+    segment only. Dropout draws from `row_keys`.
     """
     if attention not in ATTENTION_IMPLEMENTATIONS:
         raise ConfigError(
@@ -197,7 +212,10 @@ def transformer(
         return Transformer(config, dtype=precision, remat=remat, attention=attention, rngs=rngs)
 
     forward = functional(
-        build, call=lambda module, b: module(b["tokens"], b.get("positions"), b.get("row_key"))
+        build,
+        call=lambda module, b: module(
+            b["tokens"], b.get("positions"), b.get("row_key"), b.get("segment_ids")
+        ),
     )
     decoder = functional(build, call=lambda module, batch: module.decode(**batch))
 
@@ -205,7 +223,7 @@ def transformer(
         params: Params, model_state: Params, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Params]:
         _check_batch(config, batch)
-        inputs = {name: batch[name] for name in ("tokens", "positions") if name in batch}
+        inputs = {name: batch[name] for name in _INPUTS if name in batch}
         if train and config.dropout:
             inputs["row_key"] = _row_keys(key, batch)
         return forward.apply(params, model_state, inputs, key=None, train=train)
@@ -222,11 +240,15 @@ def transformer(
     def unembed(params: Params) -> jax.Array:
         return params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
 
-    def kernels(device: Any) -> dict[str, str]:
-        if attention != "auto":
-            return {"attention": f"{attention} (asked for)"}
-        choice = attention_on(device, precision, config.head_size)
-        return {"attention": f"{choice.implementation} ({choice.reason})"}
+    def kernels(device: Any, batch: Mapping[str, jax.Array]) -> dict[str, str]:
+        tokens = batch["tokens"]
+        num_rows, length = tokens.sharding.shard_shape(tokens.shape)[-2:]
+        masking = "segments" if "segment_ids" in batch else "causal"
+        name, reason = asked_attention(
+            attention, device, precision, config.head_size, masking=masking
+        )
+        cost = attention_cost(name, num_rows, config.num_heads, length, masking=masking)
+        return {"attention": f"{name} ({reason}); {cost}"}
 
     skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     abstract_params, _ = jax.eval_shape(forward.init, jax.random.key(0))
@@ -279,6 +301,11 @@ def _check_batch(config: TransformerConfig, batch: Batch) -> None:
     if len(shape) != 2:
         raise ConfigError(f"tokens must be [rows, length], got the shape {list(shape)}.")
     _check_length(config, shape[1])
+    if "segment_ids" in batch and batch["segment_ids"].shape != shape:
+        raise ConfigError(
+            f"segment_ids must have the shape of tokens, {list(shape)}; got "
+            f"{list(batch['segment_ids'].shape)}."
+        )
 
 
 def _check_length(config: TransformerConfig, length: int) -> None:

@@ -52,6 +52,8 @@ _PASSES = {"none": 6.8, "dots": 3.7, "full": 3.7}
 of llama3-8b; without remat all of it goes to the buffers of the loop over layers and back."""
 _UPDATE_PASSES = 4
 """How often the update moves gradients and state: norm, clipping, moments, parameters."""
+_COLLECTIVES_PER_LAYER = 4
+"""Gathers of a layer's parameters after XLA merged some, read off compiled steps."""
 _TENSOR_EXPOSED = 0.5
 """Share of the communication over `tensor` that nothing hides; compiled steps show 0.4 to 1."""
 
@@ -213,16 +215,19 @@ class Analysis:
         params = [row for row in layout.rows if row.group == "params"]
         whole = sum(_whole_bytes(row, sizes) for row in params)
         stacked = sum(_whole_bytes(row, sizes) for row in params if _is_stacked(row))
-        gathers = link("all-gather", "fsdp", self._share * whole)
-        again = link("all-gather", "fsdp", self._share * stacked)
-        scatters = link("reduce-scatter", "fsdp", whole)
+        # What the steps of a ring take adds up: the more layers, the more collectives.
+        layers = _num_layers(params)
+        num_merged = _COLLECTIVES_PER_LAYER * layers
+        gathers = link("all-gather", "fsdp", self._share * whole, num_merged)
+        again = link("all-gather", "fsdp", self._share * stacked, num_merged)
+        scatters = link("reduce-scatter", "fsdp", whole, num_merged)
         # A third of the work is the forward pass.
         forward = max(steps * gathers - kernels / 3, 0.0)
         backward = max(steps * (again + scatters) - 2 * kernels / 3, 0.0)
         stored = sum(row.bytes_per_device for row in params)
-        over_data = link("all-reduce", "data", stored)
+        over_data = link("all-reduce", "data", stored, 1)
         stream = self.residuals("full", False).whole_bytes * self._rows(sizes)
-        over_tensor = 4 * link("all-reduce", "tensor", stream)
+        over_tensor = 4 * link("all-reduce", "tensor", stream, steps * layers)
         return forward + backward + over_data + _TENSOR_EXPOSED * over_tensor
 
     # What is traced ---------------------------------------------------------------------------
@@ -278,13 +283,15 @@ def _link_seconds(
     kind: str,
     axis: str,
     num_bytes: float,
+    num_collectives: int,
     *,
     factors: Mapping[str, tuple[int, int]],
     target: Target,
 ) -> float:
-    """Time of one collective over an axis, by the formula of `cost`."""
+    """Time of collectives over an axis that share some bytes, by the formula of `cost`."""
     across, inside = factors[axis]
     size = across * inside
+    num_bytes /= num_collectives
     collective = traffic.Collective(
         name="",
         kind=kind,
@@ -298,7 +305,7 @@ def _link_seconds(
         loops=(),
         source="",
     )
-    return cost.link_seconds(collective, target.kind)
+    return num_collectives * cost.link_seconds(collective, target.kind)
 
 
 def _is_stacked(row: Row) -> bool:

@@ -2,9 +2,10 @@
 
 One formula for every model, layout and target:
 
-    kernel       max(operations / (M x peak), bytes / (B x memory bandwidth))
-    collective   inside a host     bytes sent / (K x link bandwidth)
-                 between hosts     the larger of that and bytes that cross / (K x network bandwidth)
+    kernel       max(operations / (M x sustained), bytes / (B x memory bandwidth))
+    collective   latency of its steps + the larger of
+                     bytes sent / (K x link bandwidth)                inside hosts
+                     bytes that cross / (K x network bandwidth)       between hosts
     step         kernels one after the other, in the order of the schedule, plus the time that
                  they wait for collectives
 
@@ -16,7 +17,9 @@ Collectives run one after the other on a stream of their own. One that starts as
 hidden until the program waits for its end; what is left of it then is exposed. Any other is
 exposed whole. In a ring over hosts with g devices each, all bytes of the ring pass every host
 boundary once, spread over g network ports: bytes that cross = bytes sent / g. An all-to-all
-crosses with the share of the array that is meant for other hosts.
+crosses with the share of the array that is meant for other hosts. A ring of n devices on h hosts
+takes n - 1 steps, h - 1 of them between hosts, an all-reduce twice as many; what has no ring takes
+one step.
 """
 
 import dataclasses
@@ -28,17 +31,19 @@ from jaxtrain.plan.collectives import part_of
 from jaxtrain.plan.hlo import Computation, Instruction, Module
 from jaxtrain.plan.traffic import Collective
 
-MATRIX_EFFICIENCY = 0.57
-"""Share of the peak that matrix products and fused attention reach: nominal peaks suppose clocks
-that a full load does not sustain."""
+MATRIX_EFFICIENCY = 0.71
+"""Share of the sustained rate that matrix products and fused attention reach in a step."""
 BANDWIDTH_EFFICIENCY = 0.8
 """Share of the memory bandwidth that elementwise kernels reach."""
 LINK_EFFICIENCY = 0.8
 """Share of a link's bandwidth that large collectives reach."""
 
 RANGE = 1.25
-"""The step takes between the prediction / RANGE and the prediction x RANGE: the largest error
-against published runs (docs/planning.md)."""
+"""The step takes between the prediction / RANGE and the prediction x RANGE; the errors against
+published runs are smaller (docs/plan_published.md)."""
+
+_RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+"""Collectives that go round a ring of their devices, and how often."""
 
 # Matrix units take 8-bit operands at twice the rate of 16-bit ones; float32 at the rate of TF32
 # on GPUs, which is half, while TPUs compute it in bfloat16 passes (`Machine.float32_rate`).
@@ -54,8 +59,13 @@ class Machine(Protocol):
         ...
 
     @property
+    def sustained_flops(self) -> float:
+        """FLOP/s that the best matrix products in bfloat16 reach."""
+        ...
+
+    @property
     def float32_rate(self) -> float:
-        """Rate of float32 operands on the matrix units, as a share of `peak_flops`."""
+        """Rate of float32 operands on the matrix units, as a share of that in bfloat16."""
         ...
 
     @property
@@ -71,6 +81,16 @@ class Machine(Protocol):
     @property
     def network_bandwidth(self) -> float:
         """Bytes per second to devices of other hosts."""
+        ...
+
+    @property
+    def link_latency(self) -> float:
+        """Seconds of one step of a ring between devices of one host."""
+        ...
+
+    @property
+    def network_latency(self) -> float:
+        """The same between devices of two hosts."""
         ...
 
 
@@ -165,19 +185,30 @@ def link_seconds(collective: Collective, machine: Machine) -> float:
     """How long one run of a collective takes; the formulas are in the docstring of this module."""
     n, g = collective.group_size, collective.devices_inside
     sent = collective.bytes_sent
+    if n == 1:
+        return 0.0
     if not collective.spans_hosts:
-        return sent / (LINK_EFFICIENCY * machine.link_bandwidth)
-    if collective.kind in ("all-to-all", "ragged-all-to-all"):
+        inside, crosses = sent, 0.0
+    elif collective.kind in ("all-to-all", "ragged-all-to-all"):
         inside = collective.num_bytes * (g - 1) / n
         crosses = collective.num_bytes * (n - g) / n
     else:
         inside, crosses = (sent if g > 1 else 0.0), sent / g
     slowest = max(inside / machine.link_bandwidth, crosses / machine.network_bandwidth)
-    return slowest / LINK_EFFICIENCY
+    return _latency(collective, machine) + slowest / LINK_EFFICIENCY
+
+
+def _latency(collective: Collective, machine: Machine) -> float:
+    rounds = _RINGS.get(collective.kind)
+    if rounds is None:
+        return machine.network_latency if collective.spans_hosts else machine.link_latency
+    hosts = collective.group_size // collective.devices_inside
+    inside = collective.group_size - hosts
+    return rounds * (inside * machine.link_latency + (hosts - 1) * machine.network_latency)
 
 
 def _rate(dtype: str, machine: Machine) -> float:
-    rate = MATRIX_EFFICIENCY * machine.peak_flops
+    rate = MATRIX_EFFICIENCY * machine.sustained_flops
     if dtype.startswith(("f8", "s8", "u8")):
         return rate * _RATE_8_BIT
     return rate * machine.float32_rate if dtype in ("f32", "f64") else rate

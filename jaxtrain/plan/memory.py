@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxtrain.compile import CompiledStep
+from jaxtrain.host import memory_bytes
 from jaxtrain.mesh import factor_over_nodes
 from jaxtrain.plan import buffers, hlo
 from jaxtrain.plan.origin import Origin, origin, short_source
@@ -44,9 +45,11 @@ _STATE_CLASSES = {
     "opt_state": "optimizer_state",
 }
 _NUM_SHOWN = 12
-_PROCESS_BYTES = 900 * 2**20
-"""Python, the packages, the compiler and a compiled program: resident memory was 610 MiB after the
-imports and grew by 270 to 430 MiB beyond the arrays in the first three steps, on CPU."""
+_PROCESS_BYTES = 610 * 2**20
+"""Python and the packages: resident memory after the imports, on CPU."""
+_COMPILER_BYTES = 290 * 2**20
+"""What compiling adds to it and leaves behind: resident memory grew by 220 to 430 MiB beyond the
+arrays in the first three steps, on CPU (docs/plan_reality.md)."""
 _BATCHES_AHEAD = 4
 """Batches on a host at most: two that wait, one that is read, one on its way to the devices."""
 
@@ -170,7 +173,7 @@ def available(target: Target, memory_fraction: float, num_communicators: int) ->
     kind = target.kind
     total = kind.memory_bytes
     if kind.platform == "cpu":
-        total = this_host_bytes() // target.num_devices
+        total = memory_bytes() // target.num_devices
         return Available(total, f"the memory of this machine over {target.num_devices} devices")
     outside = kind.context_bytes + num_communicators * kind.communicator_bytes
     if kind.platform == "tpu":
@@ -201,6 +204,7 @@ def host_memory(
     rows = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch.values())
     uses = {
         "process": _PROCESS_BYTES,
+        "compiler": _COMPILER_BYTES,
         "data": int(getattr(data, "num_bytes", 0)),
         "batches": _BATCHES_AHEAD * -(-rows // target.num_hosts),
     }
@@ -221,15 +225,6 @@ def host_total(uses: Mapping[str, int]) -> int:
     """The most that a host needs at a time: saving and restoring do not coincide."""
     copies = [size for name, size in uses.items() if name in ("save", "restore")]
     return sum(uses.values()) - sum(copies) + max(copies, default=0)
-
-
-def this_host_bytes() -> int:
-    """Memory of the machine at hand."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if "MemTotal" in line)
-    except (OSError, StopIteration):
-        return 0
 
 
 def _local_bytes(tree: Any) -> int:

@@ -16,6 +16,7 @@ from jaxtrain.config import RunConfig
 from jaxtrain.data.load import abstract_batch
 from jaxtrain.data.sources import as_dataset
 from jaxtrain.errors import ConfigError
+from jaxtrain.host import memory_bytes
 from jaxtrain.layout_audit import Audit
 from jaxtrain.mesh import describe_mesh, format_sizes, make_mesh
 from jaxtrain.models.functional import as_model
@@ -35,7 +36,6 @@ from jaxtrain.plan.memory import (
     host_memory,
     host_total,
     memory_of,
-    this_host_bytes,
     with_devices,
 )
 from jaxtrain.plan.result import Plan
@@ -186,7 +186,7 @@ class Planner:
     def _finished(self, needs: Memory, has: Available, warnings, common, **read: Any) -> Plan:
         uses = with_devices(common["host_memory"], needs, self.target)
         common |= {"host_memory": uses, "host_bytes": host_total(uses)}
-        host_has = self.target.kind.host_memory_bytes or this_host_bytes()
+        host_has = self.target.kind.host_memory_bytes or memory_bytes()
         host_fits = not host_has or common["host_bytes"] <= host_has
         min_hosts = _min_hosts(needs, has, common["audit"], self.target)
         found = list(warnings)

@@ -34,8 +34,11 @@ class DeviceKind:
     max_devices_per_host: int
     peak_flops: float
     """FLOP/s of the matrix units in bfloat16, dense."""
+    sustained_flops: float
+    """FLOP/s that the best matrix products in bfloat16 were measured to reach: clocks sink under
+    a full load."""
     float32_rate: float
-    """Rate of float32 operands on the matrix units, as a share of `peak_flops`."""
+    """Rate of float32 operands on the matrix units, as a share of that in bfloat16."""
     memory_bandwidth: float
     """Bytes per second."""
     memory_bytes: int
@@ -43,6 +46,10 @@ class DeviceKind:
     """Bytes per second to devices of the same host."""
     network_bandwidth: float
     """Bytes per second to devices of other hosts."""
+    link_latency: float
+    """Seconds of one step of a ring between devices of one host."""
+    network_latency: float
+    """The same between devices of two hosts."""
     host_memory_bytes: int
     """Of a typical host; 0: of this machine."""
     context_bytes: int

@@ -70,6 +70,7 @@ def test_24_kills_leave_no_trace(tmp_path):
     assert looping.saved_steps(workdir) == [50, 55, 60]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_language_model_too(tmp_path):
     """The real experiment, on text."""

@@ -7,9 +7,15 @@ PASS-th time in this process, it is printed ("at commit_started 2, 10") and
 
     kill   the process kills itself with SIGKILL
     ask    the thread goes on when a line comes on standard input
+    hold   the thread goes on when somebody opens the FIFO at TOY_FIFO for writing
     hang   the thread does not come back from C code, like a compiler that takes an hour
     fail   the system says that the disk is full
     fill   the disk of the directory TOY_DISK is full, in earnest
+    protect  that disk becomes read-only
+    slow   the thread goes on after three seconds, as if a disk had been slow
+    stop   the process stops itself with SIGSTOP
+    raise  an error that nobody foresaw
+    exit   the process ends at once with exit code 17
 
 With TOY_SAMPLES every process notes which samples it read for which batch (`clusters.samples`).
 """
@@ -19,8 +25,10 @@ import ctypes
 import dataclasses
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -41,20 +49,43 @@ class Moments:
             self._actions[name, int(number)] = getattr(self, f"_{action}")
 
     def __call__(self, name: str, detail: object = "", *, before=lambda: None) -> None:
-        """The moment is here; `before` is called first if something is to happen at it."""
+        """The moment is here; `before` is called first if something is to happen at it, and the
+        thread may not come back.
+        """
         with self._lock:
             number = self._passes[name] = self._passes.get(name, 0) + 1
         action = self._actions.get((name, number))
         if action is not None:
-            before()
+            if action != self._slow:
+                before()
             print(f"at {name} {number}, {detail}", flush=True)
             action()
 
     def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def _stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _raise(self) -> None:
+        raise RuntimeError("a bug")
+
+    def _exit(self) -> None:
+        os._exit(17)
+
+    def _slow(self) -> None:
+        time.sleep(3)
+
+    def _protect(self) -> None:
+        disk = os.environ["TOY_DISK"]
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+
     def _ask(self) -> None:
         sys.stdin.readline()
+
+    def _hold(self) -> None:
+        with open(os.environ["TOY_FIFO"]):
+            pass
 
     def _hang(self) -> None:
         # A mutex that is locked twice: unlike a sleep, a signal does not end the call.
@@ -124,6 +155,28 @@ def _install(moments: Moments) -> None:
         moments("compiled", fn.__name__)
         return compiled
 
+    class Part:
+        """What this process writes of an item of a checkpoint, with the moment `part`."""
+
+        def __init__(self, future):
+            self.future = future
+
+        def result(self, timeout=None):
+            moments("part")
+            return self.future.result(timeout)
+
+    handler = checkpoint_orbax._handler
+
+    def handling():
+        made = handler()
+        save = made.async_save
+
+        async def saving(*args, **kwargs):
+            return list(map(Part, await save(*args, **kwargs)))
+
+        made.async_save = saving
+        return made
+
     def reading(*args):
         try:
             moments("restore_read")
@@ -154,7 +207,7 @@ def _install(moments: Moments) -> None:
             moments(f"{name}_done", Path(target).name)
 
     program.compile_step, evaluation.eval_batches = compiling, evaluating
-    checkpoint_orbax.read = reading
+    checkpoint_orbax.read, checkpoint_orbax._handler = reading, handling
     metrics.JsonlWriter.write, os.replace = writing, replacing
 
 

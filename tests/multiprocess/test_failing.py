@@ -1,12 +1,16 @@
 """What fails on one process fails, or is mended, on all of them, and all say why."""
 
 import os
+import re
 import shutil
+from pathlib import Path
 
 import looping
 import pytest
 from clusters import TOY, finished, flags_of, started
+from processes import TESTS
 
+import jaxtrain
 from jaxtrain import ExitCode
 from jaxtrain.checkpoint_files import read_manifest
 from jaxtrain.run_lock import hold
@@ -85,17 +89,39 @@ def test_a_checkpoint_that_one_cannot_read_is_left_by_all(tmp_path, whole):
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_damage_that_one_finds_in_its_share_of_the_files_is_damage_to_all(tmp_path, whole, place):
-    """The files are shared by size: process 0 compares the largest, process 1 the next."""
+    """The files are dealt out by size: process 0 compares the largest, process 1 the next.
+
+    One with values of arrays: what orbax reads first would be missed before it is compared.
+    """
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     step = tmp_path / "checkpoints" / "10"
     sizes = read_manifest(step).files
-    name = sorted(sizes, key=lambda name: (-sizes[name], name))[place]
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    name = next(name for name in names[place::2] if "/d/" in name)
     (step / name).write_bytes(bytes(sizes[name]))
     codes, outputs = run(tmp_path, "--num_steps=12")
     assert codes == [0, 0], "\n".join(outputs)
     assert f"file {name}: its bytes are not those that were written" in outputs[0]
     assert "resumed from step 5 of 12" in outputs[0]
     assert (tmp_path / "checkpoints" / "10.broken").is_dir()
+
+
+def test_processes_with_other_code_are_refused(tmp_path):
+    """Half a learning rate on one of them, and the replicas of the parameters would differ."""
+    shutil.copytree(Path(jaxtrain.__file__).parent, tmp_path / "other" / "jaxtrain")
+    with open(tmp_path / "other" / "jaxtrain" / "optim.py", "a") as file:
+        file.write("# changed")
+    path = os.pathsep.join([str(tmp_path / "other"), str(TESTS)])
+    with started(
+        tmp_path / "run",
+        *WORDS,
+        num_processes=2,
+        variables=[{}, {"PYTHONPATH": path}],
+        script=TOY,
+    ) as runs:
+        codes = [run.end() for run in runs]
+        outputs = [run.output for run in runs]
+    assert_all_end(codes, outputs, ExitCode.CONFIG, "process 1 on ", "has jaxtrain's code")
 
 
 def test_a_directory_in_use_is_refused_by_all(tmp_path):
@@ -124,11 +150,20 @@ def test_a_save_that_fails_on_process_0_ends_all(tmp_path):
     assert looping.saved_steps(tmp_path) == []
 
 
+def test_a_part_that_one_cannot_write_ends_all(tmp_path):
+    """At once: orbax itself lets the others wait for 20 minutes."""
+    codes, outputs = run(tmp_path, "--num_steps=1000000", at=("", "part 1 fail"))
+    words = ["checkpoint step 5 could not be written", "No space left on device"]
+    assert_all_end(codes, outputs, ExitCode.UNUSABLE, *words)
+    assert looping.saved_steps(tmp_path) == []
+
+
 def test_a_process_that_is_killed_ends_the_others_with_76(tmp_path):
     words = ["--num_steps=1000000", "--checkpoint.every_steps=50", "--eval_every_steps=0"]
     with started(tmp_path, *WORDS, *words, num_processes=2, script=TOY) as (zero, one):
         zero.wait_for("checkpoint 50 committed")
         one.process.kill()
         assert zero.end() == ExitCode.PEER_LOST, zero.output
-    assert "error: another process was lost" in zero.output
+    # Its own error, if it comes to say it, is that another process was lost.
+    assert re.search(r"process 1 \(.*\) was lost at step \d+ in \w+: ", zero.output)
     assert looping.saved_steps(tmp_path)
