@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxtrain.child_process import how_it_ended
 from jaxtrain.errors import PeerError
-from jaxtrain.launch.child import how_it_ended
 
 _READ_BYTES = 2**16
 _MODULE = "jaxtrain.data.prepare_worker"

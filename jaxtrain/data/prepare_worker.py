@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxtrain.child_process import die_with
 from jaxtrain.data.documents import Reader
 from jaxtrain.data.manifest import DTYPES, INDEX_DTYPE, TOKENIZER, UNFINISHED, Shard, checksum_of
 from jaxtrain.data.prepare_plan import Part, Plan
 from jaxtrain.data.tokenizing import ByteTokenizer, LibraryTokenizer, Tokenizer
 from jaxtrain.errors import DataError, JaxtrainError
-from jaxtrain.launch.child import die_with
 from jaxtrain.output_files import replace_file, replacing
 
 PLAN = "plan.json"

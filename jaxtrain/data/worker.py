@@ -17,11 +17,11 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jaxtrain.child_process import die_with
 from jaxtrain.data.handover import Slot, receive
 from jaxtrain.data.rows import checked_rows
 from jaxtrain.data.sources import read_training
 from jaxtrain.errors import JaxtrainError
-from jaxtrain.launch.child import die_with
 from jaxtrain.progress import setup_logging
 from jaxtrain.stop_signals import STOP_SIGNALS
 

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.child_process import how_it_ended
 from jaxtrain.data.handover import Slot
 from jaxtrain.data.sources import OrderedRows
 from jaxtrain.errors import DataError
 from jaxtrain.host import memory_bytes, num_local_processes
-from jaxtrain.launch.child import how_it_ended
 from jaxtrain.stop_signals import STOP_SIGNALS
 from jaxtrain.units import nbytes
 

@@ -1,7 +1,6 @@
 """A training process as its guardian sees it: what it reports, how it ended, where it hangs."""
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import os
@@ -10,30 +9,15 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+from jaxtrain.child_process import die_with
 from jaxtrain.phases import GUARDIAN, STACKS_SIGNAL, Phase
 
 _PIPE_BYTES = 2**20
 # Read into the same memory again and again; the last few lines are kept.
 _CHUNK_BYTES, _END_BYTES = 2**16, 256
-_PR_SET_PDEATHSIG = 1
 _STACKS_SECONDS = 5.0
 # How the stack of the main thread ends, which faulthandler writes last.
 _LAST_WORDS = ("in <module>\n", "in _run_module_as_main\n", "  ...\n")
-
-
-def die_with(parent: int) -> None:
-    """Lets the kernel kill this process when its parent dies, whatever of."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code as `subprocess` gives it, in words that follow the name of the process."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    note = " (out of memory?)" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{note}"
 
 
 class Child:

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 from jaxtrain import flags
+from jaxtrain.child_process import die_with
 from jaxtrain.config import Config, field
 from jaxtrain.errors import ConfigError, ExitCode
 from jaxtrain.host import outgoing_ports
-from jaxtrain.launch.child import die_with
 from jaxtrain.launch.sources import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from jaxtrain.standard_streams import silence
 from jaxtrain.stop_signals import SAME_SIGNAL_SECONDS, heard_signals
