@@ -14,5 +14,6 @@ ruff check .
 ruff format --check .
 pyright
 # Three workers for two cores: many tests wait for processes that wait for each other. loadscope
-# keeps a module's fixtures together.
-exec pytest -q -n 3 --dist loadscope -m "not long" --durations=15
+# keeps a module's fixtures together, and their order starts with the folders of long tests, so that
+# none of them is left to run alone at the end.
+exec pytest -q -n 3 --dist loadscope --no-loadscope-reorder -m "not long" --durations=15
