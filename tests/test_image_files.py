@@ -3,12 +3,15 @@
 import logging
 
 import cloudpickle
+import jax
 import numpy as np
 import picturing
 import pytest
 
 from jaxtrain.data.images import ImageDataConfig, image_datasets
+from jaxtrain.data.load import Loader
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.mesh import make_mesh
 
 
 def opened(root, **options):
@@ -207,6 +210,26 @@ def test_what_a_copy_in_an_input_worker_leaves_out_is_counted(tmp_path):
     other = picturing.truncate(root / "dog" / "07.png")
     with pytest.raises(DataError, match=f"{other} is no readable image: .*; 1 were left out"):
         whole(train)
+
+
+def test_input_workers_give_the_same_pixels_and_count_together(tmp_path):
+    root, path = with_truncated(tmp_path)
+
+    def trained_on(num_workers):
+        options = {"validation_fraction": 0, "on_error": "skip:1", "augment": "crop_flip"}
+        train, _, info = opened(root, **options)
+        mesh = make_mesh("data:1", devices=jax.devices()[:1])
+        with Loader(train, mesh, global_batch_size=12, num_workers=num_workers) as loader:
+            # The bad image is in both epochs, and each is read by another worker.
+            batches = [jax.device_get(next(loader).arrays) for _ in range(6)]
+        return batches, info.bad.summary()
+
+    alone, with_workers = trained_on(0), trained_on(2)
+    for found, wanted in zip(with_workers[0], alone[0], strict=True):
+        assert found.keys() == wanted.keys()
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(found[name], array)
+    assert with_workers[1] == alone[1] == f"1 bad image left out: {path}"
 
 
 def test_an_evaluation_counts_no_image_twice(tmp_path):
