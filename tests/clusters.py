@@ -87,18 +87,18 @@ def note_samples(workdir):
 
     from jaxtrain.data import load
 
-    make = load._TrainingBatches.__call__
+    rows_of = load._Order.rows
     path = Path(workdir, f"samples-{jax.process_index()}.jsonl")
 
     def noting(self, number):
-        batch = make(self, number)
+        rows = rows_of(self, number)
         record = {
-            "position": batch.position,
+            "position": self.position(number),
             "rows": self._rows_R.tolist(),
-            "samples": self._samples[number % self._block].tolist(),
+            "samples": rows.indices.tolist(),
         }
         with open(path, "a") as file:
             file.write(json.dumps(record) + "\n")
-        return batch
+        return rows
 
-    load._TrainingBatches.__call__ = noting
+    load._Order.rows = noting

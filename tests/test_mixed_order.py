@@ -1,9 +1,12 @@
 """The samples of a packed mixture are the same for any number of processes and micro-batches.
 
 The processes are simulated: each makes its batches for its own devices, and hands over rows. Real
-ones are in tests/multiprocess/test_mixed_training.py.
+ones are in tests/multiprocess/test_mixed_training.py. Input workers are real.
 """
 
+import sys
+
+import cloudpickle
 import jax
 import mixing
 import numpy as np
@@ -11,9 +14,12 @@ import pytest
 from mixing import BATCH, STEPS
 
 from jaxtrain.data.batch_placement import BatchPlacement
-from jaxtrain.data.load import _TrainingBatches
+from jaxtrain.data.load import _Order, _TrainingBatches
 from jaxtrain.mesh import make_mesh
 from jaxtrain.sharding import DEFAULT_RULES, batch_sharding
+
+# To workers this module goes by value: they cannot import it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SEED = 11
 
@@ -34,6 +40,9 @@ class Ids:
     def __init__(self, data):
         self.sample_indices, self.fingerprint, self._length = data.sample_indices, "", len(data)
 
+    def __getstate__(self):
+        return {"_length": self._length, "fingerprint": ""}
+
     def __len__(self):
         return self._length
 
@@ -41,7 +50,9 @@ class Ids:
         return {"id": np.asarray(indices)}
 
 
-def batches(data, monkeypatch, num_processes, accumulate_steps, position=0, count=STEPS):
+def batches(
+    data, monkeypatch, num_processes, accumulate_steps, position=0, count=STEPS, num_workers=0
+):
     """Ids [count, BATCH] of batches, each put together from the rows of all processes."""
     # Rows of a micro-batch must divide among the devices that share it.
     mesh = {1: "data:2", 2: "data:2", 3: "data:3", 4: "data:2,tensor:2"}[num_processes]
@@ -52,12 +63,15 @@ def batches(data, monkeypatch, num_processes, accumulate_steps, position=0, coun
     monkeypatch.setattr(BatchPlacement, "place", lambda self, arrays: arrays)
     for devices in np.array_split(mesh.devices.flatten(), num_processes):
         placement = BatchPlacement.make(sharding, BATCH, accumulate_steps, set(devices))
-        make = _TrainingBatches(Ids(data), placement, SEED, position, None)
+        ids = Ids(data)
+        order = _Order(ids, placement, SEED, position, None)
+        make = _TrainingBatches(ids, placement, order, num_workers)
         for number in range(count):
-            rows = np.asarray(make(number).arrays["id"])
+            rows = np.array(make(number).arrays["id"])
             # Rows that live in two processes are the same in both.
             assert np.isin(found[number, placement.rows], [-1, *rows]).all()
             found[number, placement.rows] = rows
+        make.reader.stop()
     return found
 
 
@@ -67,6 +81,15 @@ def test_any_number_of_processes_reads_the_same(
     data, expected, monkeypatch, num_processes, accumulate_steps
 ):
     found = batches(data, monkeypatch, num_processes, accumulate_steps)
+    np.testing.assert_array_equal(found.reshape(-1), expected)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("num_processes", "accumulate_steps"), [(1, 2), (3, 4), (4, 1)])
+def test_any_number_of_input_workers_reads_the_same(
+    data, expected, monkeypatch, num_processes, accumulate_steps, num_workers
+):
+    found = batches(data, monkeypatch, num_processes, accumulate_steps, num_workers=num_workers)
     np.testing.assert_array_equal(found.reshape(-1), expected)
 
 

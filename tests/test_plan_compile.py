@@ -352,7 +352,7 @@ def test_a_plan_from_the_command_line(tmp_path):
         (["--plan=h100:8"], "has the shape '8'"),
         (["--plan=cpu:4", "--mesh=fsdp:3"], "needs 3 devices .*but there are 4"),
         (["--plan=cpu:4", "--global_batch_size=6"], "global_batch_size=6 is not divisible by"),
-        (["--plan=cpu:4", "--audit"], "plan, evaluate and audit exclude each other"),
+        (["--plan=cpu:4", "--audit"], "plan, evaluate, audit and peek exclude each other"),
     ],
 )
 def test_wrong_requests_end_with_2(tmp_path, words, message):
