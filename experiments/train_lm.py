@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from jaxtrain.config import OptimizerConfig, RunConfig, field, override
-from jaxtrain.data.text import TextDataConfig
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.main import Experiment, main
 from jaxtrain.models.transformer_config import PRESETS, TransformerConfig
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxtrain.errors import CheckpointError, ConfigError, ExitCode, JaxtrainError
 from jaxtrain.standard_streams import has_no_reader, open_missing, silence
+from jaxtrain.units import several
 from jaxtrain.values import did_you_mean, parse_text
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -165,6 +166,18 @@ def _report(words: list[str]) -> None:
     print(write_report(workdir))
 
 
+def _verify_shards(words: list[str]) -> None:
+    from jaxtrain.data.manifest import Manifest
+
+    if not words or any(word.startswith("-") for word in words):
+        given = " ".join(words) or "nothing"
+        raise ConfigError(f"jaxtrain verify-shards takes SHARDS ...; got {given}")
+    for root in words:
+        manifest = Manifest.read(root)
+        manifest.verify()
+        print(f"{root}: {several(len(manifest.shards), 'shard')}, all whole")
+
+
 def _version(words: list[str]) -> None:
     if words:
         raise ConfigError(f"jaxtrain version takes no arguments; got {' '.join(words)}")
@@ -199,5 +212,10 @@ _COMMANDS = {
         has_flags=True,
     ),
     "report": _Command("WORKDIR", "write report.html again from the files of a run", _report),
+    "verify-shards": _Command(
+        "SHARDS ...",
+        "read token shards and compare their checksums",
+        _verify_shards,
+    ),
     "version": _Command("", "versions of jaxtrain and of what it runs on", _version),
 }

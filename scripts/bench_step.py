@@ -52,7 +52,8 @@ import numpy as np
 import jaxtrain
 from jaxtrain import CheckpointConfig, RunConfig, optim
 from jaxtrain.config import Config, field
-from jaxtrain.data.text import TextDataConfig, text_datasets
+from jaxtrain.data.text import text_datasets
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.host import restart_with_huge_pages
 from jaxtrain.losses import lm_loss
 from jaxtrain.main import run_tool

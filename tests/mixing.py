@@ -6,7 +6,7 @@ import numpy as np
 import preparing
 
 from jaxtrain.data.prepare import PrepareConfig, prepare
-from jaxtrain.data.text import TextDataConfig
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.data.text_mixture import lm_datasets
 
 BATCH, STEPS, LENGTH = 24, 200, 32

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pyarrow as pa
+from array_record.python import array_record_module
 from pyarrow import parquet
 
 WORDS = ("the", "of", "na\u00efve", "cat", "<|endoftext|>", "sat", "", "on\n\n", "a", "mat,")
@@ -17,6 +18,13 @@ def text(seed, words=200):
     rng = random.Random(seed)
     lines = ("".join(f"{rng.choice(WORDS)} " for _ in range(9)).strip() for _ in range(words // 9))
     return "\n".join(lines) + "\n"
+
+
+def array_record(path, records):
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
 
 
 def corpus(folder):
@@ -30,12 +38,15 @@ def corpus(folder):
         "d/f.parquet": [text(f"f{i}", 40) for i in range(200)],
         "g.txt": [text("g", 30)],
         "h.txt": [text("h", 12000)],
+        "i.array_record": [text(f"i{i}", 40) for i in range(100)],
     }
     for name, texts in documents.items():
         path = folder / name
         lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
         if name.endswith(".parquet"):
             parquet.write_table(pa.table({"text": texts}), path, row_group_size=30)
+        elif name.endswith(".array_record"):
+            array_record(path, [text.encode() for text in texts])
         elif name.endswith(".gz"):
             path.write_bytes(gzip.compress(lines))
         elif name.endswith(".zst"):

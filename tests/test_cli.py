@@ -64,6 +64,7 @@ def test_help_lists_the_commands(capsys, words):
         ("launch --processes=N", "run a command"),
         ("prepare SOURCE ... OUT", "make token shards"),
         ("report WORKDIR", "write report.html"),
+        ("verify-shards SHARDS ...", "read token shards"),
         ("version", "versions of"),
     ):
         assert re.search(rf"\n  {re.escape(name)}.* {text}", out)
@@ -98,6 +99,7 @@ def test_help_of_a_command(capsys):
         (
             ["train"],
             "'train' is not a command; one of checkpoints, doctor, launch, prepare, report,"
+            " verify-shards,"
             " version",
         ),
         (["report"], "jaxtrain report takes WORKDIR; got nothing"),

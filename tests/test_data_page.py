@@ -20,7 +20,6 @@ from jaxtrain.data.load import Loader
 from jaxtrain.data.manifest import Manifest
 from jaxtrain.data.order import sample_indices
 from jaxtrain.data.sources import Dataset
-from jaxtrain.errors import DataError
 from jaxtrain.mesh import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -47,7 +46,7 @@ def folder(tmp_path_factory):
 
 def test_the_commands_that_prepare_run(folder):
     commands = [command for command in COMMANDS if command.startswith("jaxtrain ")]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         words = [sys.executable, "-m", *shlex.split(command)]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240)
@@ -77,14 +76,3 @@ def test_the_dataset_of_the_page(tmp_path):
     wanted = rows[sample_indices(3, 40, np.arange(16))]
     np.testing.assert_array_equal(arrays["tokens"], wanted[:, :-1])
     np.testing.assert_array_equal(arrays["targets"], wanted[:, 1:])
-
-
-def test_the_check_of_the_page(folder, tmp_path):
-    names = {"__name__": "docs"}
-    exec(code_of(PAGE), names)
-    assert preparing.prepare(folder / "corpus", tmp_path / "out")[0] == 0
-    names["verify"](str(tmp_path / "out"))
-    path = tmp_path / "out" / "shard-00000.bin"
-    path.write_bytes(path.read_bytes()[:-2] + b"xx")
-    with pytest.raises(DataError, match="not the checksum"):
-        names["verify"](str(tmp_path / "out"))

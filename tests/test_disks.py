@@ -19,7 +19,8 @@ from jaxtrain.data.documents import Reader
 from jaxtrain.data.manifest import Manifest
 from jaxtrain.data.pack import PackedDataset
 from jaxtrain.data.prepare import PrepareConfig, prepare
-from jaxtrain.data.text import TextDataConfig, text_datasets
+from jaxtrain.data.text import text_datasets
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.data.windows import TextDataset
 from jaxtrain.errors import DataError
 

@@ -4,14 +4,17 @@ import gzip
 import json
 import random
 
+import preparing
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jaxtrain.data import array_records
 from jaxtrain.data import streams as streams_lib
 from jaxtrain.data.documents import Reader
 from jaxtrain.data.files import find_files
-from jaxtrain.data.text import TextDataConfig, text_datasets
+from jaxtrain.data.text import text_datasets
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.errors import DataError
 
 
@@ -102,6 +105,80 @@ def test_a_bad_byte_in_parquet_names_its_row(tmp_path):
     with pytest.raises(DataError, match=r"d.parquet: row 1 \(byte 1 of its text\) is not UTF-8"):
         text_datasets(TextDataConfig(source=str(path)))
     assert reader(replace=True).read(file_at(path))[1] == "b\ufffdd".encode()
+
+
+def example(**features):
+    """A tf.train.Example by hand: each field is its number and kind, its length and its bytes."""
+
+    def field(number, data):
+        size, length = len(data), b""
+        while size >= 128:
+            length, size = length + bytes([size % 128 + 128]), size // 128
+        return bytes([number << 3 | 2]) + length + bytes([size]) + data
+
+    entries = b""
+    for name, values in features.items():
+        kind = 1 if isinstance(values[0], bytes) else 3  # BytesList or Int64List
+        data = [field(1, v) if kind == 1 else bytes([8, v]) for v in values]
+        feature = field(kind, b"".join(data))
+        entries += field(1, field(1, name.encode()) + field(2, feature))
+    return field(1, entries)
+
+
+@pytest.mark.parametrize("kind", ["text", "json", "example"])
+def test_array_record(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(array_records, "_READ_RECORDS", 7)
+    wanted = [text.encode() for text in texts()]
+    make = {
+        "text": lambda text: text,
+        "json": lambda text: json.dumps({"id": 1, "text": text.decode()}).encode(),
+        "example": lambda text: example(id=[1], text=[text], lang=[b"fr"]),
+    }[kind]
+    path = tmp_path / "d.array_record-00000-of-00016"
+    preparing.array_record(path, [make(text) for text in wanted])
+    ours = reader()
+    assert ours.read(file_at(path)) == wanted
+    assert ours.counts.documents == 50
+    part = [d for some in reader().documents(file_at(path), 20, 31) for d in some]
+    assert part == wanted[20:31]
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (
+            [example(content=[b"a"], id=[1])] * 9,
+            r"record 0 has no field 'text' \(it has: content, id\); name .* --data.json_field$",
+        ),
+        ([example(text=[b"a"]), b"\xff"], r"record 1 is no tf.train.Example, as the first .*$"),
+        ([example(text=[b"a", b"b"])], r"record 0 has 2 texts, not one, in field 'text'$"),
+        ([example(text=[3])], r"record 0 has 0 texts, not one, in field 'text'$"),
+        ([b'{"text": "a"}', b"a"], "record 1 is no JSON object, as the first record .*$"),
+        ([b'{"body": 1}'], r"record 0 has no field 'text' \(it has: body\); .*$"),
+        ([b'{"text": 1}'], "record 0 has int, not text, in field 'text'$"),
+        ([b"fine", b"b\xffd"], r"record 1 \(byte 1 of its text\) is not UTF-8; .*$"),
+    ],
+)
+def test_a_bad_record_of_array_record_is_named(tmp_path, records, message):
+    path = tmp_path / "d.array_record"
+    preparing.array_record(path, records)
+    with pytest.raises(DataError, match=f"^d.array_record: {message}"):
+        text_datasets(TextDataConfig(source=str(path)))
+
+
+@pytest.mark.parametrize("end", [100_000, 300])
+def test_a_damaged_array_record_is_named(tmp_path, end):
+    path = tmp_path / "d.array_record"
+    preparing.array_record(path, [text.encode() for text in texts()])
+    path.write_bytes(path.read_bytes()[:end])
+    with pytest.raises(DataError, match=r"^d.array_record cannot be read as ArrayRecord \(.*\)"):
+        text_datasets(TextDataConfig(source=str(path)))
+
+
+def test_array_record_without_records_has_no_text(tmp_path):
+    preparing.array_record(tmp_path / "d.array_record", [])
+    with pytest.raises(DataError, match=r"no training data in data\.source"):
+        text_datasets(TextDataConfig(source=str(tmp_path)))
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 100, 1000])

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.entropy import conditional_entropy
-from jaxtrain.data.text import TextDataConfig, text_datasets
+from jaxtrain.data.text import text_datasets
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.errors import DataError
 
 

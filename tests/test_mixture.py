@@ -14,7 +14,8 @@ from jaxtrain.data.mix import PERIOD
 from jaxtrain.data.mixture_flag import parse_mixture
 from jaxtrain.data.prepare import PrepareConfig, prepare
 from jaxtrain.data.sources import ArrayDataset, Dataset
-from jaxtrain.data.text import TextDataConfig, text_datasets, tokenizer_of
+from jaxtrain.data.text import text_datasets, tokenizer_of
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.data.text_mixture import lm_datasets
 from jaxtrain.errors import ConfigError, DataError
 
@@ -145,7 +146,7 @@ def test_options_of_text_are_for_the_sources_that_read_them(places):
     lines = f"{places}/lines.jsonl"
     mixed = lm_datasets(config_of(f"a=1:{lines},b=1:{shards},c=1:{web}", json_field="body"))[0]
     assert len(mixed.sources) == 3
-    with pytest.raises(ConfigError, match=r"json_field=body is read from .jsonl .* data.mixture=a"):
+    with pytest.raises(ConfigError, match=r"field=body is read from files of .* data.mixture=a"):
         lm_datasets(config_of(f"a=1:{web},b=1:{shards}", json_field="body"))
     with pytest.raises(ConfigError, match=r"on_bad_bytes=replace is read from text only, and data"):
         lm_datasets(config_of(f"a=1:{shards},b=1:{shards}", on_bad_bytes="replace"))

@@ -15,9 +15,10 @@ import pytest
 from tokenizers import Tokenizer as LibraryReference
 
 from jaxtrain.data import prepare_pool
+from jaxtrain.data.counts import parse_on_error
 from jaxtrain.data.files import TextFile
 from jaxtrain.data.manifest import Manifest
-from jaxtrain.data.prepare_plan import Part, Plan, cut, parse_on_error
+from jaxtrain.data.prepare_plan import Part, Plan, cut
 from jaxtrain.errors import ConfigError
 from jaxtrain.file_lock import lock_file
 
@@ -79,7 +80,7 @@ def test_bytes_come_back(source, tmp_path):
     assert [bytes(document).decode() for document in found] == [t for _, ts in files for t in ts]
     sources = json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"]
     assert [source["name"] for source in sources] == [name for name, _ in files]
-    assert (manifest.dtype, manifest.vocab_size, manifest.end_of_document) == ("uint16", 256, 255)
+    assert (manifest.dtype, manifest.vocab_size, manifest.end_of_document) == ("uint8", 256, 255)
     assert any(shard.continues for shard in manifest.shards)
     assert f"{manifest.documents} documents, {manifest.tokens:,} tokens of 256 (bytes)" in out
     manifest.verify()

@@ -14,7 +14,8 @@ from jaxtrain.data import kept_arrays, pack_plan, shard_documents
 from jaxtrain.data.manifest import Manifest
 from jaxtrain.data.pack import Documents, PackedDataset
 from jaxtrain.data.prepare import PrepareConfig, prepare
-from jaxtrain.data.text import TextDataConfig, text_datasets
+from jaxtrain.data.text import text_datasets
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.errors import DataError
 
 T = 32

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,11 +10,13 @@ import numpy as np
 import preparing
 import pytest
 
+from jaxtrain import cli
 from jaxtrain.data import shards as shards_lib
 from jaxtrain.data.manifest import Manifest
 from jaxtrain.data.prepare import PrepareConfig, prepare
 from jaxtrain.data.shards import shard_datasets
-from jaxtrain.data.text import TextDataConfig, text_datasets, tokenizer_of
+from jaxtrain.data.text import text_datasets, tokenizer_of
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.data.windows import TextDataset
 from jaxtrain.errors import ConfigError, DataError, ExitCode
 
@@ -66,7 +69,7 @@ def test_rows_are_the_windows_of_every_shard(out):
     expected = []
     for shard in manifest.shards:
         data = (out / shard.file).read_bytes()
-        expected += reference_rows(np.frombuffer(data, "<u2").tolist())
+        expected += reference_rows(np.frombuffer(data, np.uint8).tolist())
     assert held_out is None
     assert len(train) == len(expected)
     rng = np.random.default_rng(0)
@@ -157,7 +160,8 @@ def test_the_vocabulary_is_checked_against_the_model(out):
         info.check_vocabulary(200)
 
 
-def test_a_token_outside_the_vocabulary_is_named(copy):
+def test_a_token_outside_the_vocabulary_is_named(tmp_path):
+    copy = make(tmp_path, [preparing.text(f"s{i}", 60) for i in range(100)], tokenizer="bpe:300")
     path = copy / "shard-00002.bin"
     tokens = np.fromfile(path, "<u2")
     tokens[5] = 999
@@ -185,16 +189,19 @@ def test_files_that_are_not_whole_are_named_at_once(copy, damage, message):
     assert caught.value.exit_code == ExitCode.UNUSABLE
 
 
-def test_checksums_find_a_changed_byte(copy):
-    Manifest.read(str(copy)).verify()
+def test_checksums_find_a_changed_byte(copy, capsys):
+    cli.main(["jaxtrain", "verify-shards", str(copy)])
+    assert re.fullmatch(rf"{copy}: \d+ shards, all whole\n", capsys.readouterr().out)
     with open(copy / "shard-00003.bin", "r+b") as file:
         file.seek(10)
         byte = file.read(1)
         file.seek(10)
         file.write(bytes([byte[0] ^ 1]))
     load(copy)
-    with pytest.raises(DataError, match=r"shard-00003.bin: not the checksum of manifest.json"):
-        Manifest.read(str(copy)).verify()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["jaxtrain", "verify-shards", str(copy)])
+    assert ended.value.code == ExitCode.UNUSABLE
+    assert "shard-00003.bin: not the checksum of manifest.json" in capsys.readouterr().err
 
 
 def test_a_shard_that_shrinks_in_use_is_an_error_and_no_dead_process(copy):

@@ -14,7 +14,8 @@ from jaxtrain.data import text as text_lib
 from jaxtrain.data.documents import Reader
 from jaxtrain.data.files import TextFile, find_files
 from jaxtrain.data.load import Loader, eval_batches
-from jaxtrain.data.text import TextDataConfig, text_datasets
+from jaxtrain.data.text import text_datasets
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.data.text_split import Text, split_texts
 from jaxtrain.data.tokenizing import SEPARATOR, ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError, ExitCode
@@ -103,7 +104,7 @@ def test_d1_plain_text(tmp_path):
 
 def test_the_field_of_json_lines_says_nothing_to_a_plain_file(tmp_path):
     write(tmp_path, {"a.txt": "some text, long enough"})
-    message = r"json_field=body is read from \.jsonl and \.parquet files only, and .* has none"
+    message = r"json_field=body is read from files of records only \(JSON lines, Parquet.*"
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, json_field="body")
 

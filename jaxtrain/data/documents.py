@@ -1,69 +1,30 @@
 """Documents as they really are in files.
 
 A document is the text of a plain file, or of one record of a JSON-lines file (.jsonl, .ndjson,
-also with .gz or .zst behind it) or of a Parquet file, as UTF-8 bytes. A byte-order mark is removed
-and Windows line ends become \\n. Bytes that are not UTF-8 are an error that names file, line and
-byte offset, or are replaced and counted. Nothing is left out without being counted in `Counts`.
+also with .gz or .zst behind it), a Parquet or an ArrayRecord file, as UTF-8 bytes. A byte-order
+mark is removed and Windows line ends become \\n. Bytes that are not UTF-8 are an error that names
+file, line and byte offset, or are replaced and counted. Nothing is left out without being counted
+in `Counts`.
 """
 
 import codecs
-import dataclasses
 import functools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
+from jaxtrain.data import array_records, parquet_files
+from jaxtrain.data.counts import Counts
 from jaxtrain.data.files import TextFile
 from jaxtrain.data.streams import blocks, lines_before, plain_part
 from jaxtrain.errors import DataError
-from jaxtrain.units import several
 
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 # A text file has no NUL at its beginning; git, grep and file(1) take the same sign.
 _SNIFFED_BYTES = 8192
 _DECODED_BYTES = 2**24
-_PARQUET_ROWS = 4096
 _NAMED_PROBLEMS = 5
-
-
-@dataclasses.dataclass
-class Counts:
-    """What was met while reading; everything that did not become a document as it stood."""
-
-    files: int = 0
-    documents: int = 0
-    empty_files: list[str] = dataclasses.field(default_factory=list)
-    binary_files: list[str] = dataclasses.field(default_factory=list)
-    empty_documents: int = 0
-    replaced_bytes: int = 0
-    """Runs of bytes that were not UTF-8; each became one U+FFFD."""
-    dropped_records: int = 0
-    """Records that were no JSON once their bad bytes had been replaced."""
-    skipped_documents: int = 0
-    """Documents, records and files left out because something was wrong with them."""
-
-    def notes(self) -> list[str]:
-        """One phrase for each thing worth a warning."""
-        empty, binary = _name_some(self.empty_files), _name_some(self.binary_files)
-        return [
-            f"{several(number, noun)} {what}"
-            for number, noun, what in (
-                (len(self.empty_files), "empty file", f"skipped ({empty})"),
-                (len(self.binary_files), "binary file", f"skipped ({binary})"),
-                (self.empty_documents, "document", "without text"),
-                (self.replaced_bytes, "bad byte", "replaced"),
-                (self.dropped_records, "broken record", "dropped"),
-                (self.skipped_documents, "bad document", "skipped"),
-            )
-            if number
-        ]
-
-    def add(self, counts: Mapping[str, Any]) -> None:
-        """Adds counts of another part, as `dataclasses.asdict` gives them."""
-        for name, value in counts.items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 class Reader:
@@ -82,7 +43,8 @@ class Reader:
 
         Args:
             replace: replace bytes that are not UTF-8; False makes them an error.
-            json_field: of the records of JSON-lines and Parquet files that holds the text.
+            json_field: of the records of JSON-lines, Parquet and ArrayRecord files that holds the
+                text.
             skip_binary: skip files that are no text; False makes them an error.
             skip_bad: leave out and count what would be an error.
             flags: what stands before the names of flags in messages.
@@ -107,7 +69,8 @@ class Reader:
 
         Args:
             file: to read.
-            start, stop: a `prepare_plan.Part`: bytes, or row groups of a Parquet file; None: all.
+            start, stop: a `prepare_plan.Part`: bytes, row groups of a Parquet or records of an
+                ArrayRecord file; None: all.
         """
         is_first = start == 0
         self.counts.files += is_first
@@ -139,10 +102,11 @@ class Reader:
             before = min(start, 1)
             piece = bytes(data[start - before : start + _DECODED_BYTES])
             if b"\r\n" in piece:
-                self.problems.append(
+                message = (
                     f"{file.relative} has Windows line ends and is too large to be read into"
                     f" memory, where they would be replaced; convert it (sed -i 's/\\r$//')"
                 )
+                self._problem(functools.partial(str, message))
                 return False
             if piece.isascii():
                 start += len(piece) - before
@@ -151,7 +115,8 @@ class Reader:
             try:
                 start += codecs.utf_8_decode(memoryview(piece)[before:], "strict", is_last)[1]
             except UnicodeDecodeError as error:
-                self.problems.append(self._bad_byte(file, 0, data, start + error.start))
+                at = start + error.start
+                self._problem(functools.partial(self._bad_byte, file, 0, data, at))
                 return False
         return True
 
@@ -168,6 +133,9 @@ class Reader:
     ) -> Iterator[list[bytes]]:
         if file.is_parquet:
             yield from self._parquet(file, start, stop)
+            return
+        if file.is_array_record:
+            yield from self._array_record(file, start, stop)
             return
         if not file.compression:
             with open(file.path, "rb", buffering=0) as stream:
@@ -290,39 +258,51 @@ class Reader:
         return data.replace(b"\r\n", b"\n")
 
     def _parquet(self, file: TextFile, start: int, stop: int) -> Iterator[list[bytes]]:
-        import pyarrow as pa
-        from pyarrow import parquet
-
         name = file.relative
         try:
-            with parquet.ParquetFile(file.path) as table:
-                schema, field = table.schema_arrow, self._json_field
-                if field not in schema.names:
-                    have = ", ".join(schema.names)
-                    rule = f"has no column {field!r} (it has: {have}); name the column with"
-                    self._problem(lambda: f"{name} {rule} {self._flags}json_field")
-                    return
-                groups = range(start, min(stop, table.num_row_groups))
-                row = sum(table.metadata.row_group(group).num_rows for group in range(start))
-                for batch in table.iter_batches(_PARQUET_ROWS, groups, [field]):
-                    column = batch.column(0)
-                    if pa.types.is_dictionary(column.type):
-                        column = column.dictionary_decode()
-                    texts = column.cast(pa.large_binary()).to_pylist()
-                    yield [self._cell(name, row + at, text) for at, text in enumerate(texts)]
-                    row += len(texts)
-        except (pa.ArrowException, OSError) as error:
-            message = f"{name} cannot be read as Parquet ({str(error).splitlines()[0]})"
+            for row, texts in parquet_files.read_column(file.path, self._json_field, start, stop):
+                yield self._cells(f"{name}: row", row, texts)
+        except KeyError as error:
+            have = f"has no column {self._json_field!r} (it has: {error.args[0]})"
+            message = f"{name} {have}; name the column with {self._flags}json_field"
+            self._problem(lambda: message)
+        except DataError as error:
+            message = f"{name} cannot be read as Parquet ({error})"
             self._problem(lambda: message)
 
-    def _cell(self, name: str, row: int, text: bytes | None) -> bytes:
-        if text is None:
+    def _array_record(self, file: TextFile, start: int, stop: int) -> Iterator[list[bytes]]:
+        name = file.relative
+        try:
+            parts = array_records.read_texts(file.path, self._json_field, start, stop)
+            for first, texts in parts:
+                yield self._cells(f"{name}: record", first, texts)
+        except DataError as error:
+            message = f"{name} cannot be read as ArrayRecord ({error})"
+            self._problem(lambda: message)
+
+    def _cells(self, kind: str, first: int, texts: Sequence[bytes | str | None]) -> list[bytes]:
+        """The documents of records, which are `kind` number first, first + 1, ..."""
+        cells = []
+        problems = len(self.problems)
+        for number, text in enumerate(texts, first):
+            cells.append(self._cell(f"{kind} {number}", text))
+            if len(self.problems) > problems and not self._skip_bad:
+                break
+        return cells
+
+    def _cell(self, place: str, text: bytes | str | None) -> bytes:
+        """The document of a record; a str says what is wrong with it."""
+        if not text:
+            return b""
+        if isinstance(text, str):
+            more = f"; name the field with {self._flags}json_field" if "(it has" in text else ""
+            self._problem(lambda: f"{place} {text}{more}")
             return b""
         if not text.isascii():
             rule = "is not UTF-8; convert it, or set"
             flag = f"{self._flags}on_bad_bytes=replace, which replaces and counts"
             text = self._decodable(
-                text, lambda at: f"{name}: row {row} (byte {at} of its text) {rule} {flag}"
+                text, lambda at: f"{place} (byte {at} of its text) {rule} {flag}"
             )
         return text.replace(b"\r\n", b"\n")
 
@@ -339,8 +319,3 @@ class Reader:
 
 def _bad_record(file: TextFile, start: int, number: int, rule: str) -> str:
     return f"{file.relative}:{lines_before(file, start) + number} {rule}"
-
-
-def _name_some(names: list[str]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

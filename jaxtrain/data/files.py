@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import glob
 import os
+import re
 import sysconfig
 from collections.abc import Collection, Iterator
 
@@ -14,6 +15,7 @@ from jaxtrain.data.reading import read_each
 from jaxtrain.errors import DataError
 
 _JSON_LINES = (".jsonl", ".ndjson")
+_ARRAY_RECORD = (".array_record", ".arrayrecord")
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -42,9 +44,15 @@ class TextFile:
         return self.relative.lower().endswith(".parquet")
 
     @property
+    def is_array_record(self) -> bool:
+        """TensorFlow Datasets puts the number of the file behind: .array_record-00000-of-00016."""
+        ending = os.path.splitext(self.relative.lower())[1]
+        return re.sub(r"-\d+-of-\d+$", "", ending) in _ARRAY_RECORD
+
+    @property
     def has_records(self) -> bool:
-        """Whether its documents are a field of records."""
-        return self.is_json_lines or self.is_parquet
+        """Whether its documents are records, or a field of them."""
+        return self.is_json_lines or self.is_parquet or self.is_array_record
 
 
 def find_roots(source: str, flag: str = "data.source=") -> list[str]:

@@ -9,7 +9,6 @@ Legend: N images, R rows, H height, W width, C channels.
 import dataclasses
 import logging
 import os
-import re
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtrain.config import DataConfig, field
 from jaxtrain.data import image_arrays, image_folders
 from jaxtrain.data.augment import KINDS, augmented
+from jaxtrain.data.counts import parse_on_error
 from jaxtrain.data.image_arrays import Arrays
 from jaxtrain.data.image_files import BadImages, name_some
 from jaxtrain.data.order import order
@@ -73,15 +73,12 @@ class ImageDataConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.on_error != "stop" and not re.fullmatch(r"skip:[1-9][0-9]*", self.on_error):
-            raise ConfigError(
-                f"data.on_error={self.on_error} must be stop, or skip:N with N at least 1"
-            )
+        parse_on_error(self.on_error, "data.on_error")
 
     @property
     def max_skipped(self) -> int:
         """How many bad images are left out before the run ends."""
-        return 0 if self.on_error == "stop" else int(self.on_error.removeprefix("skip:"))
+        return parse_on_error(self.on_error) or 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

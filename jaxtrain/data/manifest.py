@@ -1,7 +1,7 @@
 """The files of token shards: prepared text on the disk, mapped into memory where it is read.
 
     DIR/manifest.json    what follows, written last: without it the directory is no data
-    DIR/shard-00000.bin  tokens, little-endian, as the manifest's dtype (uint16 or uint32)
+    DIR/shard-00000.bin  tokens, little-endian, as the manifest's dtype (an unsigned integer)
     DIR/shard-00000.idx  uint64 [documents + 1]: document i is tokens[index[i]:index[i + 1]]
     DIR/tokenizer.json   the tokenizer, unless tokens are bytes
 
@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 UNFINISHED = ".prepare"
 """Directory beside the shards while `jaxtrain prepare` is at work."""
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 INDEX_DTYPE = np.dtype("<u8")
 
 

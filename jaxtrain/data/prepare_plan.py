@@ -12,9 +12,10 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxtrain.data import array_records, parquet_files
 from jaxtrain.data.documents import Reader
 from jaxtrain.data.files import TextFile
-from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.errors import DataError
 
 _MIN_SHARD_BYTES, _MAX_SHARD_BYTES = 2**20, 2**29
 _NUM_SHARDS = 64
@@ -23,7 +24,7 @@ _EXPANSION = 4
 
 
 class Part(NamedTuple):
-    """A part of a file: bytes start..stop, or row groups of a Parquet file."""
+    """A part of a file: bytes start..stop, row groups of Parquet, or records of ArrayRecord."""
 
     file: int
     start: int
@@ -43,6 +44,8 @@ class Plan:
     json_field: str
     replace: bool
     skip_binary: bool
+    flags: str = "--"
+    """What stands before the names of flags in messages; nothing depends on it."""
 
     @classmethod
     def from_json(cls, data: bytes) -> "Plan":
@@ -64,29 +67,38 @@ class Plan:
             json_field=self.json_field,
             skip_binary=self.skip_binary,
             skip_bad=skip_bad,
-            flags="--",
+            flags=self.flags,
         )
 
     def weight(self, number: int) -> int:
-        """Bytes of input of a unit, for the progress display; a Parquet file counts as a whole."""
+        """Bytes of input of a unit, for the progress display.
+
+        A file whose parts are not of bytes counts as a whole.
+        """
         return sum(
-            file.size if file.is_parquet else part.stop - part.start
+            file.size if file.is_parquet or file.is_array_record else part.stop - part.start
             for part in self.units[number]
             for file in (self.file(part.file),)
         )
+
+    @property
+    def text_bytes(self) -> int:
+        """Of all the text, about: what is compressed is known when it has been read."""
+        return sum(file.size * _expansion(file) for file in map(self.file, range(len(self.files))))
 
     @property
     def identity(self) -> str:
         """Hash of all but where the files lie and when they were written."""
         files = [[relative, size] for _, relative, size, _ in self.files]
         values = {**dataclasses.asdict(self), "files": files}
+        del values["flags"]
         return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
     def difference(self, other: "Plan") -> str:
         """What `other` has differently, in words; "" for nothing."""
         for field in dataclasses.fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            if ours == theirs:
+            if ours == theirs or field.name == "flags":
                 continue
             if field.name == "files":
                 if len(ours) != len(theirs):
@@ -148,13 +160,15 @@ def cut(files: Sequence[TextFile], shard_bytes: int, *, cut_plain: bool) -> list
 
 
 def _expansion(file: TextFile) -> int:
-    return _EXPANSION if file.compression or file.is_parquet else 1
+    return _EXPANSION if file.compression or file.is_parquet or file.is_array_record else 1
 
 
 def _pieces(file: TextFile, shard_bytes: int, cut_plain: bool) -> Iterator[tuple[int, int, int]]:
     """Yields (start, stop, bytes of text) of the parts that a file may be cut into."""
     if file.is_parquet and file.size:
         yield from _row_groups(file)
+    elif file.is_array_record and file.size:
+        yield from _records(file, shard_bytes)
     elif file.compression or not (file.is_json_lines or cut_plain):
         yield 0, file.size, file.size * _expansion(file)
     else:
@@ -165,27 +179,22 @@ def _pieces(file: TextFile, shard_bytes: int, cut_plain: bool) -> Iterator[tuple
 
 
 def _row_groups(file: TextFile) -> Iterator[tuple[int, int, int]]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
     try:
-        metadata = parquet.read_metadata(file.path)
-    except (pa.ArrowException, OSError):
+        sizes = parquet_files.row_group_bytes(file.path)
+    except DataError:
         yield 0, 1, file.size  # whoever reads it says what is wrong
         return
-    for group in range(metadata.num_row_groups):
-        yield group, group + 1, metadata.row_group(group).total_byte_size
+    for group, size in enumerate(sizes):
+        yield group, group + 1, size
 
 
-def parse_on_error(text: str) -> int | None:
-    """How many bad documents may be skipped: "stop" is None, "skip:N" is N.
-
-    Raises:
-        ConfigError: for anything else.
-    """
-    if text == "stop":
-        return None
-    kind, _, number = text.partition(":")
-    if kind == "skip" and number.isdecimal() and int(number):
-        return int(number)
-    raise ConfigError(f"on_error={text} must be stop, or skip:N with N at least 1")
+def _records(file: TextFile, shard_bytes: int) -> Iterator[tuple[int, int, int]]:
+    try:
+        records = array_records.num_records(file.path)
+    except DataError:
+        yield 0, 1, file.size  # as above
+        return
+    size = file.size * _EXPANSION
+    count = max(1, min(size // shard_bytes, records))
+    for start, stop in itertools.pairwise(records * at // count for at in range(count + 1)):
+        yield start, stop, size // count

@@ -44,7 +44,7 @@ def load_tokenizer(out: str, plan: Plan) -> Tokenizer:
 
 def dtype_of(vocab_size: int) -> str:
     """The smallest dtype that holds every token."""
-    return "uint16" if vocab_size <= 2**16 else "uint32"
+    return next(name for name, dtype in DTYPES.items() if vocab_size <= np.iinfo(dtype).max + 1)
 
 
 def main() -> None:

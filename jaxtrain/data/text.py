@@ -32,14 +32,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxtrain.config import DataConfig, field
-from jaxtrain.data.documents import Counts, Reader
+from jaxtrain.data.counts import Counts, parse_on_error
+from jaxtrain.data.documents import Reader
 from jaxtrain.data.files import TextFile, find_files
 from jaxtrain.data.manifest import Manifest
 from jaxtrain.data.mixture_flag import parse_mixture
 from jaxtrain.data.pack import Documents, PackedDataset
 from jaxtrain.data.reading import read_each
 from jaxtrain.data.shards import ShardInfo, shard_datasets, shard_roots
+from jaxtrain.data.text_cache import cached_shards
+from jaxtrain.data.text_config import TextDataConfig, refuse_unread_options
 from jaxtrain.data.text_split import Text, split_texts
 from jaxtrain.data.token_info import TokenInfo
 from jaxtrain.data.tokenizing import SEPARATOR, ByteTokenizer, Tokenizer
@@ -48,57 +50,9 @@ from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.units import nbytes, several
 
 MAPPED_BYTES = 2**30
+_NAMED_PROBLEMS = 5
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextDataConfig(DataConfig):
-    """Which text, and how it is cut."""
-
-    source: str = field(
-        "stdlib",
-        used_when={"mixture": ("",)},
-        help="stdlib (the Python standard library's source), or a UTF-8 file, a folder of them, a"
-        " glob, or several with commas between; .jsonl (.gz, .zst) and .parquet files hold one"
-        " document per record; or directories of token shards (jaxtrain prepare)",
-    )
-    mixture: str = field(
-        "",
-        help="several sources instead, in proportions: NAME=WEIGHT:SOURCE,NAME=WEIGHT:SOURCE, each"
-        " SOURCE as data.source takes it, e.g. web=3:/data/web,code=1:stdlib",
-    )
-    sequence_length: int = field(128, unit="tokens", minimum=1, help="length of a row")
-    packing: str = field(
-        "none",
-        choices=("none", "split", "best_fit"),
-        help="none: rows are cut from one stream, and run over documents; split, best_fit: a "
-        "document sees itself only; split cuts it where a row ends, best_fit only if it is longer",
-    )
-    cross_document_attention: bool = field(
-        False,
-        used_when={"packing": ("split", "best_fit")},
-        help="a token sees all documents before it in its row: lets attention use kernels that "
-        "cannot keep packed documents apart",
-    )
-    validation_fraction: float = field(
-        0.05,
-        minimum=0,
-        maximum=0.5,
-        help="share of the text held out for evaluation, by whole files where they are many and"
-        " even enough, else the end of each; 0: none",
-    )
-    shuffle: bool = field(True, help="take the rows in a new random order in each epoch")
-    on_bad_bytes: str = field(
-        "error",
-        choices=("error", "replace"),
-        help="bytes that are not UTF-8: error names file, line and offset; replace counts them",
-    )
-    json_field: str = field("text", help="field of .jsonl and .parquet records that holds the text")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_mixture(self.mixture)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,12 +102,22 @@ def text_datasets(
         raise ConfigError(f"data.mixture={config.mixture} is for lm_datasets, not text_datasets")
     # Read here, whether or not this source needs them: the run records which options are read.
     length, fraction, shuffle = config.sequence_length, config.validation_fraction, config.shuffle
-    replace, json_field = config.on_bad_bytes == "replace", config.json_field
+    limit, max_bytes = parse_on_error(config.on_error), int(config.cache_gib * 2**30)
+    options = {"json_field": config.json_field, "on_bad_bytes": config.on_bad_bytes}
     if is_alone:
         refuse_unread_options(config, [config.source])
-    if shard_roots(config.source):
-        return shard_datasets(
+    shards = config.source if shard_roots(config.source) else ""
+    if config.cache_dir and not shards:
+        shards = cached_shards(
             config.source,
+            config.cache_dir,
+            max_bytes=max_bytes,
+            on_error=config.on_error,
+            **options,
+        )
+    if shards:
+        return shard_datasets(
+            shards,
             length,
             validation_fraction=fraction,
             shuffle=shuffle,
@@ -163,12 +127,16 @@ def text_datasets(
     # A lone file that is no text is a mistake; in a folder, pictures are to be expected.
     skip_binary = not os.path.isfile(config.source)
     reader = functools.partial(
-        Reader, replace=replace, json_field=json_field, skip_binary=skip_binary
+        Reader,
+        replace=config.on_bad_bytes == "replace",
+        json_field=config.json_field,
+        skip_binary=skip_binary,
+        skip_bad=limit is not None,
     )
     counts = Counts()
     try:
         files = find_files(config.source)
-        texts = _read_all(files, reader, counts, config.source)
+        texts = _read_all(files, reader, counts, config.source, limit)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
     if not texts:
@@ -216,34 +184,6 @@ def tokenizer_of(config: TextDataConfig) -> Tokenizer:
     return Manifest.read(roots[0]).open_tokenizer() if roots else ByteTokenizer()
 
 
-def refuse_unread_options(config: TextDataConfig, sources: list[str]) -> None:
-    """Refuses options that no source reads.
-
-    Raises:
-        ConfigError: naming the option, and who would read it.
-    """
-    changed = [
-        name
-        for name in ("json_field", "on_bad_bytes")
-        if getattr(config, name) != getattr(TextDataConfig, name)
-    ]
-    if not changed:
-        return
-    given = f"data.mixture={config.mixture}" if config.mixture else f"data.source={config.source}"
-    texts = [source for source in sources if not shard_roots(source)]
-    if not texts:
-        raise ConfigError(
-            f"data.{changed[0]}={getattr(config, changed[0])} is read from text only, and {given}"
-            f" holds token shards; give it to jaxtrain prepare (--{changed[0]})"
-        )
-    files = (file for source in texts for file in find_files(source))
-    if "json_field" in changed and not any(file.has_records for file in files):
-        raise ConfigError(
-            f"data.json_field={config.json_field} is read from .jsonl and .parquet files only, and"
-            f" {given} has none; leave it out"
-        )
-
-
 def _packed(
     streams: list[np.ndarray], paths: list[str], config: TextDataConfig, name: str
 ) -> PackedDataset:
@@ -267,7 +207,11 @@ def _packed(
 
 
 def _read_all(
-    files: list[TextFile], make_reader: Callable[[], Reader], counts: Counts, source: str
+    files: list[TextFile],
+    make_reader: Callable[[], Reader],
+    counts: Counts,
+    source: str,
+    limit: int | None,
 ) -> list[Text]:
     """Reads or maps every file, several at once; leaves out those without text.
 
@@ -276,6 +220,7 @@ def _read_all(
         make_reader: makes one for each file.
         counts: gets what they counted.
         source: in messages.
+        limit: how many documents may be left out because something is wrong with them.
     """
     mapped = {file for file in files if file.size >= MAPPED_BYTES and not file.has_records}
     size = sum(file.size for file in files if file not in mapped)
@@ -300,7 +245,14 @@ def _read_all(
         all_of_them.problems += reader.problems
         if text is not None:
             texts.append(text)
-    all_of_them.raise_problems()
+    if limit is None:
+        all_of_them.raise_problems()
+    elif counts.skipped_documents:
+        first = "; ".join(all_of_them.problems[:_NAMED_PROBLEMS])
+        skipped = several(counts.skipped_documents, "bad document")
+        if counts.skipped_documents > limit:
+            raise DataError(f"{skipped}, and data.on_error=skip:{limit}; the first ones: {first}")
+        _log.warning("left out %s: %s", skipped, first)
     return texts
 
 

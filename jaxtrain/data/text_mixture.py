@@ -9,7 +9,8 @@ from jaxtrain.data.mix import MixedDataset
 from jaxtrain.data.mixture_flag import parse_mixture
 from jaxtrain.data.pack import PackedDataset
 from jaxtrain.data.shards import ShardInfo
-from jaxtrain.data.text import TextDataConfig, TextInfo, refuse_unread_options, text_datasets
+from jaxtrain.data.text import TextInfo, text_datasets
+from jaxtrain.data.text_config import TextDataConfig, refuse_unread_options
 from jaxtrain.data.token_info import TokenInfo
 from jaxtrain.data.windows import TextDataset
 from jaxtrain.errors import DataError, JaxtrainError
