@@ -15,8 +15,15 @@ they come, with as many workers as `--data.num_workers` would take at most (the 
 with two that share them, against the loader's thread; and of one whose read waits for 20 ms, as for
 a network.
 
-Making: `jaxtrain prepare` of the standard library's source, start and end included, against the
-tokenizer library alone: `encode_batch` of the same texts, already in memory, with its own threads
+Cached: all rows of compressed JSON lines (.gz) that `--data.cache_dir` has unpacked, in a random
+order, against reading the file from its begin to its end in Python (gzip, json), in bytes of text.
+
+Decoding: training batches of JPEG files of 256 x 256 in class folders, read by two input workers
+and by the threads of one process, against Pillow alone, one file after the other, times the number
+of workers or threads (at most the cores).
+
+Making: `jaxtrain prepare` of a corpus, start and end included, against the tokenizer library
+alone: `encode_batch` of the same texts, already in memory, with its own threads
 on the same cores.
 
 The sides take turns, block by block; a ratio is the median over the blocks of theirs by ours in
@@ -24,6 +31,8 @@ time, so above 1 is faster than the other side. The last line is JSON.
 """
 
 import dataclasses
+import gzip
+import itertools
 import json
 import os
 import statistics
@@ -38,7 +47,11 @@ import numpy as np
 
 from jaxtrain.config import Config, field
 from jaxtrain.data.files import find_files
+from jaxtrain.data.image_files import num_threads
+from jaxtrain.data.images import ImageDataConfig, image_datasets
 from jaxtrain.data.order import sample_indices
+from jaxtrain.data.text import text_datasets
+from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.data.tokenizing import train_bpe
 from jaxtrain.data.windows import TextDataset
 from jaxtrain.host import cores_at_hand
@@ -58,7 +71,10 @@ class BenchConfig(Config):
     worker_batches: int = field(
         100, minimum=0, help="in a block of reading with workers; 0: without"
     )
+    cached_megabytes: int = field(40, minimum=0, help="of text in compressed lines; 0: without")
+    images: int = field(600, minimum=0, help="that are decoded in a block; 0: without")
     preparations: int = field(5, minimum=0, help="of each side of making; 0: only reading")
+    corpus: str = field("stdlib", help="files or folders of plain text that are made into tokens")
     vocab_size: int = field(8192, minimum=257, help="of the tokenizer that makes tokens")
 
 
@@ -70,6 +86,10 @@ def main(config: BenchConfig) -> None:
         result |= read(config, Path(folder))
         if config.worker_batches:
             result |= read_in_workers(config)
+        if config.cached_megabytes:
+            result |= read_cached(config, Path(folder))
+        if config.images:
+            result |= decode(config, Path(folder))
         if config.preparations:
             result |= make(config, Path(folder))
     print(json.dumps(result))
@@ -176,18 +196,110 @@ def read_in_workers(config: BenchConfig) -> dict[str, float]:
     return result
 
 
+def read_cached(config: BenchConfig, folder: Path) -> dict[str, float]:
+    """Megabytes of text per second of unpacked JSON lines, and their ratio to reading the file."""
+    texts = [Path(file.path).read_text(errors="replace") for file in find_files("stdlib")]
+    path = folder / "lines.jsonl.gz"
+    size = 0
+    with gzip.open(path, "wt") as file:
+        for text in itertools.cycle(texts):
+            file.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode())
+            if size > config.cached_megabytes * 1e6:
+                break
+    data = TextDataConfig(
+        source=str(path),
+        cache_dir=str(folder / "cache"),
+        sequence_length=LENGTH,
+        validation_fraction=0,
+    )
+    dataset, _, _ = text_datasets(data)
+    indices = sample_indices(0, len(dataset), np.arange(len(dataset)))
+
+    def sequentially() -> None:
+        with gzip.open(path) as file:
+            for line in file:
+                json.loads(line)["text"].encode()
+
+    def cached() -> None:
+        for batch in np.array_split(indices, -(-len(indices) // ROWS)):
+            dataset.read(batch)
+
+    times: dict[str, list[float]] = {"cached": [], "sequentially": []}
+    for _ in range(_WORKER_BLOCKS):
+        times["sequentially"].append(_seconds(sequentially))
+        times["cached"].append(_seconds(cached))
+    for name, seconds in times.items():
+        rate = size / 1e6 / statistics.median(seconds)
+        print(f"JSON lines .gz {name}: {rate:.1f} MB/s of {size / 1e6:.1f} MB")
+    return {"cached_to_sequential": _ratio(times["sequentially"], times["cached"])}
+
+
+def decode(config: BenchConfig, folder: Path) -> dict[str, float]:
+    """Images per second by those of the decoder alone on as many cores."""
+    from PIL import Image
+
+    from jaxtrain.data.load import Loader
+    from jaxtrain.mesh import make_mesh
+
+    rng = np.random.default_rng(0)
+    paths = []
+    for number in range(config.images):
+        # Coarse noise made smooth: JPEG spends on it what it spends on a photograph, about.
+        coarse = Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8))
+        path = folder / "images" / str(number % 10) / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse.resize((256, 256), Image.Resampling.BICUBIC).save(path, quality=90)
+        paths.append(path)
+    source = str(folder / "images")
+    dataset = image_datasets(ImageDataConfig(source=source, color="rgb", validation_fraction=0))[0]
+    cores = cores_at_hand()
+
+    def alone() -> None:
+        for path in paths:
+            with Image.open(path) as image:
+                np.asarray(image.convert("RGB"))
+
+    counts = (0, 2)
+    by_pillow: list[float] = []
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(_WORKER_BLOCKS):
+        by_pillow.append(_seconds(alone))
+        for count in counts:
+            with Loader(dataset, make_mesh(), global_batch_size=ROWS, num_workers=count) as loader:
+                for _ in range(2 * count + 3):
+                    next(loader)
+
+                def take(loader: Loader = loader) -> None:
+                    for _ in range(config.images // ROWS):
+                        next(loader)
+
+                times[count].append(_seconds(take) * config.images / (config.images // ROWS * ROWS))
+    print(f"decode, Pillow alone: {config.images / statistics.median(by_pillow):,.0f} images/s")
+    result = {}
+    for count, seconds in times.items():
+        busy = min(cores, count or num_threads())
+        print(
+            f"decode, {count} workers: {config.images / statistics.median(seconds):,.0f} images/s"
+        )
+        result[f"decode_{count}_workers_to_pillow_x{busy}"] = _ratio(by_pillow, seconds) / busy
+    return result
+
+
 def make(config: BenchConfig, folder: Path) -> dict[str, float]:
     """Megabytes of text per second of `jaxtrain prepare`, and its ratio to the library."""
     from tokenizers import Tokenizer
 
-    texts = [Path(file.path).read_text(errors="replace") for file in find_files("stdlib")]
+    files = find_files(config.corpus)
+    texts = [Path(file.path).read_text(errors="replace") for file in files]
     size = sum(len(text.encode()) for text in texts) / 1e6
     path = folder / "tokenizer.json"
     path.write_bytes(train_bpe([text.encode() for text in texts], config.vocab_size))
     tokenizer = Tokenizer.from_file(str(path))
 
     def ours(number: int) -> None:
-        command = [sys.executable, "-m", "jaxtrain", "prepare", "stdlib", f"{folder}/out{number}"]
+        out = f"{folder}/out{number}"
+        command = [sys.executable, "-m", "jaxtrain", "prepare", config.corpus, out]
         subprocess.run([*command, f"--tokenizer={path}"], check=True, capture_output=True)
 
     times: dict[str, list[float]] = {"prepare": [], "library": []}

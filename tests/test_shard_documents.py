@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import tracemalloc
 
 import numpy as np
@@ -275,6 +276,52 @@ def test_of_processes_that_start_together_one_makes_the_plan(tmp_path):
     assert name.endswith(".plan")
 
 
+def _hang_while_making(out, has_begun):
+    def hang(*args):
+        has_begun.set()
+        signal.pause()
+
+    pack_plan._make = hang
+    load(out)
+
+
+class _ToQueue(logging.Handler):
+    def __init__(self, queue):
+        super().__init__(logging.INFO)
+        self.queue = queue
+
+    def emit(self, record):
+        self.queue.put(record.getMessage())
+
+
+def _open_and_tell(out, queue):
+    logger = logging.getLogger("jaxtrain.data.kept_arrays")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_ToQueue(queue))
+    data = load(out)[0]
+    queue.put(len(data))
+
+
+def test_a_process_that_is_killed_while_it_makes_the_plan_is_replaced(tmp_path):
+    _, out = make(tmp_path)
+    context = multiprocessing.get_context("spawn")
+    queue, has_begun = context.Queue(), context.Event()
+    maker = context.Process(target=_hang_while_making, args=(out, has_begun))
+    maker.start()
+    assert has_begun.wait(120)
+    other = context.Process(target=_open_and_tell, args=(out, queue))
+    other.start()
+    said = queue.get(timeout=120)
+    assert said.startswith("waiting for ")
+    assert f", which process {maker.pid} on " in said
+    maker.kill()
+    assert queue.get(timeout=120).startswith("made in ")
+    assert queue.get(timeout=120) == len(load(out)[0])
+    other.join(120)
+    (name,) = os.listdir(out / ".plans")
+    assert name.endswith(".plan")
+
+
 def test_memory_does_not_grow_with_the_documents(tmp_path):
     """A start with a kept plan takes less than a byte for each document."""
     lines = "".join(json.dumps({"text": f"{n:05d}"}) + "\n" for n in range(20_000))
@@ -295,7 +342,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path):
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
-    _, out = make(tmp_path)
+    _, out = make(tmp_path, tokenizer="bpe:300")
     name = Manifest.read(str(out)).shards[3].file
     data = np.fromfile(out / name, "<u2")
     data[7] = 999
