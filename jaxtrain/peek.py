@@ -134,14 +134,14 @@ def _is_image(array: np.ndarray) -> bool:
 
 
 def _cell(title: str, image_HWC: np.ndarray, label: str) -> str:
-    """An image with its class; brightness as it is, 0 black and 1 white, or stretched."""
+    """An image with its class; brightness as it is, 0 black, 1 or 255 white, or stretched."""
     from jaxtrain.data.image_decode import png
 
-    low, high, note = 0.0, 1.0, ""
-    if image_HWC.min() < 0 or image_HWC.max() > 1:
+    low, high, note = 0.0, 255.0 if image_HWC.dtype == np.uint8 else 1.0, ""
+    if image_HWC.min() < 0 or image_HWC.max() > high:
         low, high = float(image_HWC.min()), float(image_HWC.max())
         note = f"; {low:.4g} is black, {high:.4g} white"
-    values = (image_HWC - low) / ((high - low) or 1.0) * 255
+    values = (image_HWC.astype(np.float64) - low) / ((high - low) or 1.0) * 255
     data = base64.b64encode(png(np.round(values).astype(np.uint8))).decode()
     return (
         f'<figure><img src="data:image/png;base64,{data}" alt="{escape(title)}">'

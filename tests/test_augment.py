@@ -101,7 +101,7 @@ def test_the_loader_changes_each_sample_by_its_position():
     rows = sample_indices(2, 64, np.arange(96))
     np.testing.assert_array_equal(label, rows)
     wanted = augmented(IMAGES[rows], "crop_flip", seed=2, positions=np.arange(96))
-    np.testing.assert_array_equal(image, wanted.astype(np.float32) / 255)
+    np.testing.assert_array_equal(image, wanted)
 
 
 def test_other_meshes_batches_and_restarts_give_the_same_pixels():
@@ -120,14 +120,13 @@ def test_other_meshes_batches_and_restarts_give_the_same_pixels():
 def test_evaluation_sees_images_as_they_are():
     batches = eval_batches(pictures(), make_mesh("data:8"), batch_size=64)
     (arrays, _), *_ = batches
-    np.testing.assert_array_equal(arrays["image"], IMAGES.astype(np.float32) / 255)
+    np.testing.assert_array_equal(arrays["image"], IMAGES)
 
 
 def test_a_mixture_changes_the_samples_of_its_sources():
     mixed = MixedDataset({"a": pictures(), "b": pictures("none")}, {"a": 1, "b": 1})
     image, label = loaded(mixed, make_mesh("data:8"), 4)
-    plain = IMAGES[label].astype(np.float32) / 255
-    is_changed = (image != plain).any(axis=(1, 2, 3))
+    is_changed = (image != IMAGES[label]).any(axis=(1, 2, 3))
     source, _ = mixed.mixture.locate(np.arange(64))
     assert not is_changed[source == 1].any()
     assert is_changed[source == 0].mean() > 0.8

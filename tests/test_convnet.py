@@ -41,6 +41,17 @@ def test_shapes_of_parameters_and_state():
     assert outputs.shape == (8, 10)
 
 
+def test_pixels_of_8_bits_are_those_from_0_to_1():
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 1), np.uint8)
+    model = convnet(TINY)
+    params, state = jax.jit(model.init)(jax.random.key(0))
+    found, wanted = (
+        apply(model, params, state, {"image": image}, train=True)[0]
+        for image in (pixels, pixels.astype(np.float32) / 255)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_running_statistics_follow_the_batch_in_numpy():
     model = convnet(TINY)
     params, state = jax.jit(model.init)(jax.random.key(0))

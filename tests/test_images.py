@@ -64,8 +64,7 @@ def test_an_archive_is_split_by_record(tmp_path):
     assert sorted(labels[0] + labels[1]) == list(range(50))
     assert len(held_out) == 15
     for part in parts:
-        wanted = images[part["label"]][..., None].astype(np.float32) / 255
-        np.testing.assert_array_equal(part["image"], wanted)
+        np.testing.assert_array_equal(part["image"], images[part["label"]][..., None])
     # Drawn, not every third: data often comes class after class.
     assert len(set(np.diff(labels[1]))) > 2
     again = opened(tmp_path / "a.npz", validation_fraction=0.3)[1]
@@ -80,7 +79,7 @@ def test_the_test_files_of_mnist_are_held_out(tmp_path):
     assert (len(train), len(held_out), info.num_classes, info.shape) == (30, 10, 10, (8, 8, 1))
     assert "all of the test files" in info.summary()
     image = held_out.read(np.array([3]))["image"]
-    np.testing.assert_array_equal(image[0, ..., 0], picturing.grey(103).astype(np.float32) / 255)
+    np.testing.assert_array_equal(image[0, ..., 0], picturing.grey(103))
     # One of the files alone is split like any other array.
     alone = opened(folder / "train-images-idx3-ubyte.gz")
     assert (len(alone[0]), len(alone[1])) == (24, 6)

@@ -41,14 +41,14 @@ def test_images_are_those_of_the_first_batch(pictures, tmp_path):
     with Loader(train, make_mesh("data:8"), global_batch_size=8, seed=3) as loader:
         batch = next(loader).arrays
     page = (tmp_path / "run" / "peek.html").read_text()
-    wanted = np.round(np.asarray(batch["image"])[:5, ..., 0] * 255)
+    wanted = np.asarray(batch["image"])[:5, ..., 0]
     np.testing.assert_array_equal(shown(page), wanted)
     labels = [f"{label} ({info.classes[label]})" for label in batch["label"][:5].tolist()]
     assert re.findall(r"label: (\d.*)", text) == labels
     assert re.findall(r"<b>(.*?)</b>", page) == labels
     rows = sample_indices(3, len(train), np.arange(5)).tolist()
     assert [int(row) for row in re.findall(r"row (\d+) of the data", text)] == rows
-    for line in ("image: float32[8, 8, 8, 1]", "label: int32[8]", "loss_mask: float32[8]"):
+    for line in ("image: uint8[8, 8, 8, 1]", "label: int32[8]", "loss_mask: float32[8]"):
         assert f"  {line}\n" in text
     assert text.endswith(f"the images are in {tmp_path / 'run' / 'peek.html'}")
     # Self-contained, and no control over a terminal.

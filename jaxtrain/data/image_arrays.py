@@ -177,7 +177,9 @@ def _checked(image: np.ndarray, label: np.ndarray, where: str, label_name: str) 
 
 
 def scaled(image: np.ndarray) -> np.ndarray:
-    """Pixels as float32: uint8 and uint16 are brought to 0..1, floats stay as they are."""
+    """Pixels as they go to the devices: uint8, or float32, to which uint16 is brought as 0..1."""
+    if image.dtype == np.uint8:
+        return image
     if image.dtype.kind == "u":
         return image.astype(np.float32) / np.float32(np.iinfo(image.dtype).max)
     return image.astype(np.float32, copy=False)

@@ -1,7 +1,7 @@
 """Images and their classes: the digits of scikit-learn, class folders, .npz archives, idx files.
 
-Rows are {"image": float32 [R, H, W, C], "label": int32 [R], "loss_mask": float32 [R]}; what is
-held out for evaluation never reaches training, and is the same in every run.
+Rows are {"image": uint8 or float32 [R, H, W, C], "label": int32 [R], "loss_mask": float32 [R]};
+what is held out for evaluation never reaches training, and is the same in every run.
 
 Legend: N images, R rows, H height, W width, C channels.
 """
@@ -143,14 +143,18 @@ class ImageInfo:
 
 
 class ImageDataset:
-    """Another dataset's images as float32 in 0..1, and changed at random in training."""
+    """Another dataset's images, of 8 bits or float32 in 0..1, and changed at random in training.
+
+    Pixels of 8 bits stay so until they are on the device, where the model makes numbers in 0..1 of
+    them (`convnet.as_floats`): they are a quarter as large on the way.
+    """
 
     def __init__(self, images: Dataset, *, augment: str = "none") -> None:
         """Wraps a dataset.
 
         Args:
-            images: with rows {"image": [R, H, W, C], "label": [R]}; uint8 and uint16 pixels are
-                brought to 0..1, floats stay as they are.
+            images: with rows {"image": [R, H, W, C], "label": [R]}; uint16 pixels are brought to
+                0..1 as float32, uint8 and floats stay as they are.
             augment: one of `augment.KINDS`.
         """
         self.name = name_of(images)
@@ -170,7 +174,6 @@ class ImageDataset:
     ) -> dict[str, np.ndarray]:
         """Returns rows as they are trained on at `positions` (int64 [R]) of the endless order."""
         rows = self._images.read(indices)
-        # Before they become four times as large.
         image = augmented(rows["image"], self._augment, seed=seed, positions=positions)
         return {**rows, "image": image_arrays.scaled(image)}
 

@@ -16,7 +16,7 @@ from jaxtrain.compile import remat as remat_block
 from jaxtrain.models.convnet_config import ConvNetConfig
 from jaxtrain.models.functional import Model, functional
 
-__all__ = ["ConvNetConfig", "convnet"]
+__all__ = ["ConvNetConfig", "as_floats", "convnet"]
 
 
 class Stage(nnx.Module):
@@ -78,7 +78,7 @@ class ConvNet(nnx.Module):
 
 
 def convnet(config: ConvNetConfig, *, precision: str = "float32", remat: str = "none") -> Model:
-    """Makes the pure model: batch {"image": [B, H, W, C]} -> logits [B, C].
+    """Makes the pure model: batch {"image": [B, H, W, C], floats or uint8} -> logits [B, C].
 
     When training it normalises by the statistics of the batch and returns moved running ones as
     model state; when not, it uses the running ones, so that padding rows change nothing.
@@ -88,5 +88,10 @@ def convnet(config: ConvNetConfig, *, precision: str = "float32", remat: str = "
     """
     return functional(
         lambda rngs: ConvNet(config, dtype=precision, remat=remat, rngs=rngs),
-        call=lambda module, batch: module(batch["image"]),
+        call=lambda module, batch: module(as_floats(batch["image"])),
     )
+
+
+def as_floats(image: jax.Array) -> jax.Array:
+    """Pixels as float32: those of 8 bits are brought to 0..1, floats stay as they are."""
+    return image.astype(jnp.float32) / 255 if image.dtype == jnp.uint8 else image
