@@ -151,7 +151,11 @@ class AttentionChoice(NamedTuple):
     reason: str
 
 
-MASKINGS = ("none", "causal", "padding", "segments", "cache")
+MASKINGS = ("none", "causal", "padding", "segments", "window", "capped", "cache")
+
+
+# What `models.attention.attend` alone can do.
+_ONLY_XLA = {"window": "sliding windows of some layers", "capped": "limit of scores"}
 
 
 def attention_implementation(
@@ -171,8 +175,9 @@ def attention_implementation(
         compute_capability: of an NVIDIA GPU, e.g. `9.0` (a letter behind it does not matter).
         dtype: of queries, keys and values.
         head_dim: size of a head.
-        masking: `none`, `causal`, `padding` (by lengths), `segments` (packed rows) or `cache`
-            (one query against a key/value cache).
+        masking: `none`, `causal`, `padding` (by lengths), `segments` (packed rows), `window`
+            (sliding, in some layers), `capped` (causal, and scores have a limit) or `cache` (one
+            query against a key/value cache).
     """
     if masking not in MASKINGS:
         raise ConfigError(f"masking={masking!r} does not exist; use one of {', '.join(MASKINGS)}")
@@ -185,6 +190,8 @@ def attention_implementation(
     max_head_dim = 256 if capability[0] == 9 else 128
     if masking == "segments" and not ATTENTION_KERNELS["cudnn"].respects_segments:
         reason = "cuDNN as JAX offers it cannot keep packed segments apart"
+    elif masking in _ONLY_XLA:
+        reason = f"cuDNN as used here has no {_ONLY_XLA[masking]}"
     elif masking == "cache":
         reason = "cuDNN's fused kernel gains nothing for one query against a cache"
     elif dtype not in (jnp.bfloat16, jnp.float16):
@@ -221,7 +228,7 @@ def asked_attention(
     """The implementation that a model was made with, or for `auto` the one for the device.
 
     Raises:
-        ConfigError: for one that would ignore the segments of packed rows.
+        ConfigError: for one that would ignore the segments of packed rows, a window or a limit.
     """
     if asked == "auto":
         return attention_on(device, dtype, head_dim, masking=masking)
@@ -231,6 +238,10 @@ def asked_attention(
             f"attention={asked!r} cannot keep the documents of packed rows apart, and the batch has"
             f" segment_ids; use {' or '.join(['auto', *can])}, or let documents see each other with"
             " cross_document_attention"
+        )
+    if asked != "xla" and masking in _ONLY_XLA:
+        raise ConfigError(
+            f"attention={asked!r} has no {_ONLY_XLA[masking]}, and the model has; use auto or xla"
         )
     return AttentionChoice(asked, "asked for")
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.functional import Model
+from jaxtrain.models.layers import softcap
 from jaxtrain.rules import as_axes, axis_size
 from jaxtrain.sharding import active_rules, gather_param
 
@@ -68,7 +69,7 @@ def lm_loss(model: Model, *, z_loss: float = 0.0, chunk_bytes: int | None = None
         _check_shapes(outputs, targets_BT, mask_BT)
         with jax.named_scope("loss"):
             head_DV = gather_param(unembed(params), model.unembed_axes, outputs.dtype)
-            plan = _Plan(vocab_size=vocab_size, z_loss=z_loss)
+            plan = _Plan(vocab_size=vocab_size, z_loss=z_loss, softcap=model.logit_softcap)
             plan = _cut_in_chunks(plan, outputs, head_DV, model.unembed_axes[1], chunk_bytes)
             total, nll, z = _cross_entropy(plan, outputs, head_DV, targets_BT, mask_BT)
             weight = jnp.sum(mask_BT)
@@ -112,6 +113,8 @@ class _Plan(NamedTuple):
 
     vocab_size: int
     z_loss: float
+    softcap: float = 0.0
+    """See `Model.logit_softcap`."""
     num_chunks: int = 1
     mesh: Any = None
     """Mesh of the region that is manual over `batch_axes`."""
@@ -234,6 +237,7 @@ def _chunk(plan: _Plan, with_grads: bool, hidden_BCD, head_DV, targets_BC, mask_
     hidden_RD = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
     targets_R, mask_R = targets_BC.reshape(-1), mask_BC.reshape(-1)
     scores_RV = jnp.matmul(hidden_RD, head_DV, preferred_element_type=jnp.float32)
+    scores_RV = capped_RV = softcap(scores_RV, plan.softcap)
     column_V = jnp.arange(head_DV.shape[1])[None, :]
     if plan.vocab_size < head_DV.shape[1]:
         scores_RV = jnp.where(column_V < plan.vocab_size, scores_RV, _NEVER)
@@ -251,6 +255,9 @@ def _chunk(plan: _Plan, with_grads: bool, hidden_BCD, head_DV, targets_BC, mask_
         return sums, None, None
     scale_R = mask_R * (1 + 2 * plan.z_loss * log_z_R) / sum_R
     grad_RV = exp_RV * scale_R[:, None] - jnp.where(is_target_RV, mask_R[:, None], 0)
+    if plan.softcap:
+        # The derivative of c * tanh(s / c) is 1 - tanh(s / c)^2.
+        grad_RV *= 1 - jnp.square(capped_RV / plan.softcap)
     grad_RV = grad_RV.astype(hidden_RD.dtype)
     hidden_grad_BCD = jnp.einsum("rv,dv->rd", grad_RV, head_DV).reshape(hidden_BCD.shape)
     # Summed over chunks and devices in float32.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.errors import ConfigError
+from jaxtrain.models.layers import softcap
 
 Params = dict[str, Any]
 """Nested dict of arrays; keys are strings, lists of modules count as "0", "1", ..."""
@@ -55,6 +56,9 @@ class Model:
     """Logical axes of what `unembed` returns."""
     vocab_size: int | None = None
     """True vocabulary size; columns of head_DV beyond it are padding."""
+    logit_softcap: float = 0.0
+    """Limit c of the scores, which are c * tanh(score / c); 0: none. `logits` and `lm_loss`
+    respect it."""
     kernels: Callable[[Any, Batch], Mapping[str, str]] | None = None
     """(device, a batch of the run) -> facts about the kernels that a step for such a device uses,
     for log and report; ConfigError if none can do what the batch asks for"""
@@ -97,7 +101,8 @@ def logits(model: Model, params: Params, hidden_BTD: jax.Array) -> jax.Array:
     if model.unembed is None:
         raise ConfigError("logits() needs a language model: one with `unembed`.")
     head_DV = model.unembed(params)[:, : model.vocab_size].astype(hidden_BTD.dtype)
-    return jnp.einsum("btd,dv->btv", hidden_BTD, head_DV, preferred_element_type=jnp.float32)
+    scores_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, head_DV, preferred_element_type=jnp.float32)
+    return softcap(scores_BTV, model.logit_softcap)
 
 
 def functional(

@@ -107,22 +107,31 @@ def _length_is_split() -> bool:
 
 
 class Norm(Weights):
-    """LayerNorm (scale and bias) or RMSNorm (scale) over the last dim, in float32."""
+    """LayerNorm (scale and bias) or RMSNorm (scale) over the last dims, in float32.
 
-    def __init__(self, kind: str, axis: str, size: int, *, epsilon: float, rngs: nnx.Rngs):
+    `rms_plus_one` stores what is added to 1 to give the scale, as Gemma's weights do.
+    """
+
+    def __init__(self, kind: str, axes: Axes, *, epsilon: float, rngs: nnx.Rngs):
         self.kind = kind
         self.epsilon = epsilon
-        self.add("scale", ((axis, size),), jax.nn.initializers.ones, rngs)
+        self.num_dims = len(axes)
+        init = jax.nn.initializers.zeros if kind == "rms_plus_one" else jax.nn.initializers.ones
+        self.add("scale", axes, init, rngs)
         if kind == "layer":
-            self.add("bias", ((axis, size),), jax.nn.initializers.zeros, rngs)
+            self.add("bias", axes, jax.nn.initializers.zeros, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
+        dims = tuple(range(-self.num_dims, 0))
         if self.kind == "layer":
-            y -= jnp.mean(y, -1, keepdims=True)
-        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.epsilon)
-        leading = range(x.ndim - 1)
-        y *= jnp.expand_dims(self.gathered("scale", jnp.float32), leading)
+            y -= jnp.mean(y, dims, keepdims=True)
+        y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), dims, keepdims=True) + self.epsilon)
+        leading = range(x.ndim - self.num_dims)
+        scale = self.gathered("scale", jnp.float32)
+        if self.kind == "rms_plus_one":
+            scale += 1
+        y *= jnp.expand_dims(scale, leading)
         if self.kind == "layer":
             y += jnp.expand_dims(self.gathered("bias", jnp.float32), leading)
         return y.astype(x.dtype)
@@ -135,8 +144,14 @@ class Embedding(Weights):
         self.add("embedding", ((axis, size), ("embed", embed_dim)), normal(), rngs)
 
 
+_GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
 class Mlp(nnx.Module):
-    """Feed-forward layers: GELU (tanh form, as GPT-2's) or SwiGLU (as Llama's)."""
+    """Feed-forward layers: GELU (tanh form, as GPT-2's), SwiGLU (Llama) or GeGLU (Gemma)."""
 
     def __init__(
         self,
@@ -151,16 +166,16 @@ class Mlp(nnx.Module):
         embed, mlp = (("embed", embed_dim),), (("mlp", mlp_dim),)
         kwargs = {"use_bias": use_bias, "rngs": rngs}
         self.activation = activation
-        if activation == "swiglu":
+        if activation in _GATES:
             self.gate = Projection(embed, mlp, init=normal(), **kwargs)
         self.up = Projection(embed, mlp, init=normal(), **kwargs)
         self.down = Projection(mlp, embed, init=init_down, **kwargs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = constrain(self.up(x_BTD), "batch", "length", "mlp")
-        if self.activation == "swiglu":
+        if self.activation in _GATES:
             gate_BTF = constrain(self.gate(x_BTD), "batch", "length", "mlp")
-            h_BTF = jax.nn.silu(gate_BTF) * h_BTF
+            h_BTF = _GATES[self.activation](gate_BTF) * h_BTF
         else:
             h_BTF = jax.nn.gelu(h_BTF, approximate=True)
         return self.down(h_BTF)
@@ -183,6 +198,11 @@ def dropout(
     draw = lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])  # noqa: E731
     keep = jax.vmap(draw)(keys_B)
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def softcap(scores: jax.Array, limit: float) -> jax.Array:
+    """Scores between -limit and limit: limit * tanh(scores / limit). 0 leaves them as they are."""
+    return limit * jnp.tanh(scores / limit) if limit else scores
 
 
 def residual_init(num_layers: int) -> Initializer:

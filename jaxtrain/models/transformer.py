@@ -1,12 +1,13 @@
-"""A decoder-only transformer: GPT-2, Llama 3 and Qwen 3 by configuration.
+"""A decoder-only transformer: GPT-2, Llama, Mistral, Qwen, OLMo 2 and Gemma by configuration.
 
 Parameters (leaf names as on Hugging Face where shapes allow; L is stacked first under `layers`):
 
     embed/embedding [V, D]      position/embedding [P, D] (learned positions)
     layers/attention/{q,k,v}/kernel [L, D, N or K, H]      layers/attention/o/kernel [L, N, H, D]
-    layers/attention/{q_norm,k_norm}/scale [L, H]
+    layers/attention/{q_norm,k_norm}/scale [L, H], or [L, N or K, H] over all heads
     layers/mlp/{gate,up}/kernel [L, D, F]                  layers/mlp/down/kernel [L, F, D]
     layers/{attention_norm,mlp_norm}/{scale,bias} [L, D]   and a bias beside each kernel
+    layers/{attention_post_norm,mlp_post_norm}/...         norms of what comes out
     final_norm/{scale,bias} [D]                            head/kernel [D, V] (untied)
 
 Shapes: B batch, T length, D embed, F mlp, N query heads, K key/value heads, H head dim,
@@ -14,6 +15,7 @@ V padded vocabulary, P learned positions, L layers.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +33,7 @@ from jaxtrain.compile import (
 )
 from jaxtrain.compile import remat as remat_block
 from jaxtrain.errors import ConfigError
-from jaxtrain.models.attention import Attention, Cache, Rotation, rotation
+from jaxtrain.models.attention import Attention, Cache, LayerRotation, masking_of
 from jaxtrain.models.functional import Batch, Model, Params, functional, row_keys
 from jaxtrain.models.layers import (
     Embedding,
@@ -59,15 +61,22 @@ _MAX_UNROLLED_LAYERS = 8
 
 
 class Block(nnx.Module):
-    """One layer: attention and feed-forward layers, each on its own norm of the residual stream."""
+    """One layer: attention and feed-forward layers, each with norms of its own."""
 
     def __init__(self, config: TransformerConfig, attention: str, *, rngs: nnx.Rngs):
         norm = lambda: Norm(  # noqa: E731
-            config.norm, "embed", config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs
+            config.norm, (("embed", config.embed_dim),), epsilon=config.norm_epsilon, rngs=rngs
         )
-        self.attention_norm = norm()
+        self.norms_input, self.norms_output = (
+            config.block_norms in (place, "both") for place in ("before", "after")
+        )
+        if self.norms_input:
+            self.attention_norm = norm()
         self.attention = Attention(config, attention, rngs=rngs)
-        self.mlp_norm = norm()
+        if self.norms_input:
+            self.mlp_norm = norm()
+        if self.norms_output:
+            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
         self.mlp = Mlp(
             config.activation, config.embed_dim, config.mlp_dim,
             use_bias=config.use_bias, init_down=residual_init(config.num_layers), rngs=rngs,
@@ -77,28 +86,38 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        rotation: Rotation | None,
+        rotation: LayerRotation | None,
         keys_B: jax.Array | None,
         layer: jax.Array,
         segment_ids_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Adds what the layer computes; `keys_B` draws the dropout masks of this layer."""
         with jax.named_scope("attention"):
-            added_BTD = self.attention(self.attention_norm(x_BTD), rotation, segment_ids_BT)
+            normed_BTD = self.attention_norm(x_BTD) if self.norms_input else x_BTD
+            angles = None if rotation is None else rotation.of(layer)
+            added_BTD = self.attention(normed_BTD, angles, layer, segment_ids_BT)
+            if self.norms_output:
+                added_BTD = self.attention_post_norm(added_BTD)
             x_BTD = self._add(x_BTD, added_BTD, keys_B, 2 * layer + 1)
             # What devices have added up is not added up again by a rematerialisation.
             x_BTD = checkpoint_name(x_BTD, SUMMED)
         with jax.named_scope("mlp"):
-            added_BTD = self.mlp(self.mlp_norm(x_BTD))
+            added_BTD = self._feed_forward(x_BTD)
             return self._add(x_BTD, added_BTD, keys_B, 2 * layer + 2)
 
     def decode(self, x_BTD, rotation, cache: Cache, layer: jax.Array, positions_BT: jax.Array):
         """The same for new tokens after those in the cache."""
-        added_BTD, cache = self.attention.decode(
-            self.attention_norm(x_BTD), rotation, cache, layer, positions_BT
-        )
+        normed_BTD = self.attention_norm(x_BTD) if self.norms_input else x_BTD
+        angles = None if rotation is None else rotation.of(layer)
+        added_BTD, cache = self.attention.decode(normed_BTD, angles, cache, layer, positions_BT)
+        if self.norms_output:
+            added_BTD = self.attention_post_norm(added_BTD)
         x_BTD += added_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+        return x_BTD + self._feed_forward(x_BTD), cache
+
+    def _feed_forward(self, x_BTD: jax.Array) -> jax.Array:
+        added_BTD = self.mlp(self.mlp_norm(x_BTD) if self.norms_input else x_BTD)
+        return self.mlp_post_norm(added_BTD) if self.norms_output else added_BTD
 
     def _add(self, x_BTD, added_BTD, keys_B, site):
         added_BTD = dropout(added_BTD, keys_B, site, self.dropout)
@@ -119,7 +138,9 @@ class Transformer(nnx.Module):
         self.layers = jax.vmap(lambda key: Block(config, attention, rngs=nnx.Rngs(key)))(
             jax.random.split(rngs.params(), config.num_layers)
         )
-        self.final_norm = Norm(config.norm, "embed", width, epsilon=config.norm_epsilon, rngs=rngs)
+        self.final_norm = Norm(
+            config.norm, (("embed", width),), epsilon=config.norm_epsilon, rngs=rngs
+        )
         if not config.tie_embeddings:
             self.head = Projection(
                 (("embed", width),), (("vocab", vocab),), init=normal(), rngs=rngs
@@ -171,6 +192,8 @@ class Transformer(nnx.Module):
             # then reduced into that of storage. In one go XLA would replicate the activations.
             table_VD = constrain(self.embed.gathered("embedding", self.dtype), "vocab", "embed")
             x_BTD = table_VD[tokens_BT]
+            if self.config.embed_scale:
+                x_BTD *= jnp.asarray(math.sqrt(self.config.embed_dim), x_BTD.dtype)
             if self.config.positions == "learned":
                 table_PD = self.position.gathered("embedding", self.dtype)
                 x_BTD += table_PD[None, :length] if positions_BT is None else table_PD[positions_BT]
@@ -178,7 +201,7 @@ class Transformer(nnx.Module):
             else:
                 if positions_BT is None:
                     positions_BT = jnp.arange(length)[None]
-                angles = rotation(self.config, positions_BT)
+                angles = LayerRotation.make(self.config, positions_BT)
             return constrain(x_BTD, "batch", "length", "embed"), angles
 
 
@@ -243,7 +266,7 @@ def transformer(
     def kernels(device: Any, batch: Mapping[str, jax.Array]) -> dict[str, str]:
         tokens = batch["tokens"]
         num_rows, length = tokens.sharding.shard_shape(tokens.shape)[-2:]
-        masking = "segments" if "segment_ids" in batch else "causal"
+        masking = masking_of(config, has_segments="segment_ids" in batch)
         name, reason = asked_attention(
             attention, device, precision, config.head_size, masking=masking
         )
@@ -272,6 +295,7 @@ def transformer(
         flops_per_token=flops_per_token,
         unembed=unembed,
         vocab_size=config.vocab_size,
+        logit_softcap=config.logit_softcap,
         kernels=kernels,
         init_cache=init_cache,
         decode=decode,

@@ -1,6 +1,7 @@
 """Configuration of the transformer and its presets. Imports no jax: `--help` needs only this."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxtrain.config import Config, field
@@ -21,11 +22,50 @@ class TransformerConfig(Config):
     num_kv_heads: int = field(0, minimum=0, help="key and value heads; 0: as many as num_heads")
     head_dim: int = field(0, minimum=0, help="size of a head; 0: embed_dim / num_heads")
     mlp_dim: int = field(384, minimum=1, help="width inside the feed-forward layers")
-    activation: str = field("swiglu", choices=("gelu", "swiglu"), help="of the feed-forward layers")
-    norm: str = field("rms", choices=("layer", "rms"), help="LayerNorm or RMSNorm")
+    activation: str = field(
+        "swiglu", choices=("gelu", "swiglu", "geglu"), help="of the feed-forward layers"
+    )
+    norm: str = field(
+        "rms",
+        choices=("layer", "rms", "rms_plus_one"),
+        help="LayerNorm, RMSNorm, or Gemma's RMSNorm, which multiplies with 1 + scale",
+    )
     norm_epsilon: float = field(1e-5, positive=True, help="added to the variance in norms")
-    qk_norm: bool = field(False, help="RMSNorm over each head's queries and keys, before rotation")
+    block_norms: str = field(
+        "before",
+        choices=("before", "after", "both"),
+        help="norm what goes into attention and feed-forward layers, what comes out, or both",
+    )
+    qk_norm: bool = field(False, help="RMSNorm of queries and keys, before rotation")
+    qk_norm_over: str = field(
+        "head",
+        choices=("head", "heads"),
+        used_when={"qk_norm": (True,)},
+        help="over each head by itself, or over all heads together (OLMo 2)",
+    )
     use_bias: bool = field(False, help="biases in attention and feed-forward layers")
+    qkv_bias: bool = field(
+        False,
+        used_when={"use_bias": (False,)},
+        help="biases of queries, keys and values only (Qwen 2)",
+    )
+    window: int = field(
+        0, unit="tokens", minimum=0, help="how many tokens attention sees, itself included; 0: all"
+    )
+    full_attention_every: int = field(
+        0,
+        unit="layers",
+        minimum=0,
+        help="every n-th layer sees all tokens in spite of a window; 0: none does",
+    )
+    attention_scalar: float = field(
+        0.0, minimum=0, help="scores are divided by the square root of this; 0: the head size"
+    )
+    attention_softcap: float = field(
+        0.0, minimum=0, help="limit c of attention scores: c * tanh(score / c); 0: none"
+    )
+    logit_softcap: float = field(0.0, minimum=0, help="the same for the output layer; 0: none")
+    embed_scale: bool = field(False, help="multiply embeddings by the square root of embed_dim")
     positions: str = field("rotary", choices=("learned", "rotary"), help="how positions enter")
     max_length: int = field(
         1024,
@@ -40,16 +80,23 @@ class TransformerConfig(Config):
         used_when={"positions": ("rotary",)},
         help="base of the wavelengths of rotary positions",
     )
+    rope_local_theta: float = field(
+        0.0,
+        minimum=0,
+        used_when={"positions": ("rotary",)},
+        help="rope_theta, and no rope_scaling, of the layers with a window; 0: as the other layers",
+    )
     rope_scaling: str = field(
         "none",
-        choices=("none", "llama3"),
+        choices=("none", "linear", "llama3"),
         used_when={"positions": ("rotary",)},
-        help="llama3: longer wavelengths for contexts beyond those of pretraining",
+        help="longer wavelengths for contexts beyond those of pretraining: linear stretches all, "
+        "llama3 the long ones",
     )
     rope_factor: float = field(
         32.0,
         minimum=1,
-        used_when={"rope_scaling": ("llama3",)},
+        used_when={"rope_scaling": ("linear", "llama3")},
         help="stretch of the longest wavelengths",
     )
     rope_low_frequency_factor: float = field(
@@ -99,6 +146,12 @@ class TransformerConfig(Config):
             raise ConfigError(
                 f"rotary positions turn pairs and need an even head size; got {self.head_size}"
             )
+        for name in ("full_attention_every", "rope_local_theta"):
+            if getattr(self, name) and not self.window:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is for layers with a window, and window=0; give "
+                    f"window, or leave {name} out"
+                )
         if self.rope_low_frequency_factor >= self.rope_high_frequency_factor:
             raise ConfigError(
                 f"rope_low_frequency_factor={self.rope_low_frequency_factor} must be below "
@@ -109,6 +162,11 @@ class TransformerConfig(Config):
     def head_size(self) -> int:
         """Size of a head, resolved."""
         return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def score_scale(self) -> float:
+        """What attention scores are multiplied with."""
+        return 1 / math.sqrt(self.attention_scalar or self.head_size)
 
     @property
     def kv_heads(self) -> int:
