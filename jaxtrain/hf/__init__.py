@@ -1,0 +1,1 @@
+"""Models in the format of Hugging Face: import, export, and proof that both are right."""

@@ -1,0 +1,193 @@
+"""`jaxtrain export-hf DIR --workdir=WORKDIR`: the model of a run in the format of Hugging Face.
+
+    jaxtrain export-hf models/mine --workdir=runs/tuned
+    jaxtrain export-hf models/mine --workdir=runs/tuned --ema
+
+DIR is new. It gets config.json, generation_config.json, safetensors in files of 5 GB with an index,
+and the tokenizer's files if the run began with an imported model: names, dtypes and layout are then
+those of the original. A run that is killed leaves no DIR.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config import Config, RunConfig, field, from_dict, override
+from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.hf import tables
+from jaxtrain.hf.configs import CONFIG, differences, load_json, read_config, write_config
+from jaxtrain.hf.files import SHARD_BYTES, Wanted, write_text, write_weights
+from jaxtrain.hf.importing import one_directory
+from jaxtrain.hf.keep import COPIED, GENERATION, Kept, kept
+from jaxtrain.models.transformer_config import TransformerConfig
+from jaxtrain.output_files import scratch_path, sync_directory, writing
+from jaxtrain.progress import setup_logging
+from jaxtrain.tree import named_leaves
+from jaxtrain.units import nbytes
+
+_log = logging.getLogger("jaxtrain")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig(Config):
+    """What --flags set."""
+
+    workdir: str = field("", help="directory of the run")
+    step: int = field(-1, minimum=-1, help="checkpoint to take; -1: the newest")
+    ema: bool = field(False, help="the moving average of the parameters instead of the last ones")
+    shard_bytes: int = field(SHARD_BYTES, unit="bytes", minimum=1, help="largest file")
+    mesh: str = override(RunConfig, "mesh", "fsdp:-1")
+
+
+def run(words: Sequence[str]) -> None:
+    """The command; see the module's docstring."""
+    config, directory = one_directory("export-hf", words, ExportConfig, __doc__)
+    setup_logging()
+    print(export_model(directory, config))
+
+
+def export_model(directory: Path, config: ExportConfig) -> str:
+    """Writes the model of a run; returns what was done, in words.
+
+    Raises:
+        ConfigError: for a DIR that is there, and a model that no architecture computes.
+        CheckpointError: when the workdir holds no run, or none with a transformer.
+    """
+    if not config.workdir:
+        raise ConfigError("jaxtrain export-hf needs --workdir, the directory of the run.")
+    if os.path.lexists(directory):
+        raise ConfigError(f"DIR={directory} is there already; name a new directory.")
+    workdir = Path(config.workdir).expanduser()
+    model_config, max_length = read_run(workdir)
+    content, origin = describe(model_config, workdir, max_length)
+    params = _load(model_config, config)
+    tensors = tensors_of(params, model_config, content["model_type"], origin)
+    scratch = scratch_path(directory)
+    with writing(directory):
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    try:
+        if origin is None:
+            write_text(scratch / CONFIG, json.dumps(content, indent=2) + "\n")
+            write_text(scratch / GENERATION, json.dumps({"_from_model_config": True}) + "\n")
+        else:
+            for name in COPIED:
+                if (origin.folder / name).is_file():
+                    text = (origin.folder / name).read_bytes()
+                    with writing(scratch / name):
+                        (scratch / name).write_bytes(text)
+        write_weights(scratch, tensors, shard_bytes=config.shard_bytes)
+        with writing(directory):
+            sync_directory(scratch)
+            os.rename(scratch, directory)
+            sync_directory(directory.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    size = nbytes(sum(tensor.num_bytes for tensor in tensors))
+    return (
+        f"{directory}: {content['model_type']}, {len(tensors)} tensors in {'/'.join(dtypes)}, "
+        f"{size}"
+    )
+
+
+def read_run(workdir: Path) -> tuple[TransformerConfig, int]:
+    """(model, tokens that it was trained on at a time) of a run."""
+    path = workdir / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"workdir={workdir} holds no run: there is no {CONFIG}.")
+    values = load_json(path).get("config", {})
+    if not isinstance(values.get("model"), dict) or "num_layers" not in values["model"]:
+        raise CheckpointError(f"workdir={workdir} is no run of a transformer ({path}).")
+    config = from_dict(TransformerConfig, values["model"], source=str(path))
+    return config, values.get("data", {}).get("sequence_length", config.max_length)
+
+
+def describe(
+    config: TransformerConfig, workdir: Path, max_length: int
+) -> tuple[dict[str, Any], Kept | None]:
+    """(config.json of the export, what the run keeps of the model it began with)."""
+    origin = kept(workdir)
+    if origin is None:
+        return write_config(config, max_length=max_length), None
+    content = load_json(origin.folder / CONFIG)
+    _, theirs = read_config(content, str(origin.folder / CONFIG))
+    if changed := differences(theirs, config):
+        raise CheckpointError(
+            f"{origin.folder / CONFIG} is of another model than that of the run, which has "
+            f"{' '.join(changed)}."
+        )
+    return content, origin
+
+
+def tensors_of(
+    params: Any, config: TransformerConfig, model_type: str, origin: Kept | None
+) -> list[Wanted]:
+    """The tensors of a model; each is made when it is written, from one layer at a time.
+
+    Args:
+        params: on any mesh whose devices this process has.
+        config: of the model.
+        model_type: as in config.json.
+        origin: what the model was imported from; None: all in float32.
+    """
+    leaves = dict(named_leaves(params))
+    prefix = tables.prefix_of(model_type) if origin is None else origin.prefix
+    placed = tables.placed(
+        model_type, tables.shapes_of(params), vocab_size=config.vocab_size, prefix=prefix
+    )
+    dtypes: Mapping[str, str] = {} if origin is None else origin.dtypes
+    wanted = []
+    for piece in placed:
+        make = functools.partial(_tensor, leaves, config.vocab_size, piece)
+        wanted.append(Wanted(piece.name, dtypes.get(piece.name, "F32"), piece.shape, make))
+    head = tables.HEAD.name
+    if config.tie_embeddings and head in dtypes:  # the original had a copy
+        embedding = next(tensor for tensor in wanted if tensor.name.endswith(_EMBEDDINGS))
+        wanted.append(embedding._replace(name=head, dtype=dtypes[head]))
+    return wanted
+
+
+_EMBEDDINGS = ("wte.weight", "embed_tokens.weight")
+
+
+@jax.jit
+def _layer_of(stacked: jax.Array, layer: int) -> jax.Array:
+    """One layer; the number is an argument, or each would be compiled by itself."""
+    return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)
+
+
+def _tensor(leaves: Mapping[str, Any], vocab_size: int, piece: tables.Placed) -> np.ndarray:
+    parts = []
+    for path in piece.rule.paths:
+        leaf = leaves[path] if piece.layer is None else _layer_of(leaves[path], piece.layer)
+        parts.append(piece.rule.view(np.ascontiguousarray(np.asarray(leaf)), vocab_size))
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, 0 if piece.rule.form.is_transposed else -1)
+
+
+def _load(model_config: TransformerConfig, config: ExportConfig) -> Any:
+    import optax
+
+    from jaxtrain import resume
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.models.transformer import transformer
+    from jaxtrain.state import placed_state
+
+    mesh = make_mesh(config.mesh)
+    abstract = placed_state(transformer(model_config), optax.identity(), mesh, ema=config.ema)
+    if config.ema:
+        abstract = abstract.replace(params=None)
+    state, _, _ = resume.load(config.workdir, abstract, step=config.step)
+    return state.ema_params if config.ema else state.params

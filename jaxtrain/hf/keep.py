@@ -1,0 +1,77 @@
+"""What a run keeps of the model it began with, so that an export is like the original.
+
+    WORKDIR/hf/
+      config.json, generation_config.json, tokenizer files     copies
+      layout.json                                              names and dtypes of the tensors
+
+Nothing here needs jax or the weights.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxtrain.hf.configs import CONFIG, load_json
+from jaxtrain.output_files import replace_file, writing
+
+FOLDER = "hf"
+LAYOUT = "layout.json"
+GENERATION = "generation_config.json"
+COPIED = (
+    CONFIG,
+    GENERATION,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class Kept(NamedTuple):
+    """What a run knows of the model it began with."""
+
+    folder: Path
+    prefix: str
+    """Of names in the body."""
+    dtypes: Mapping[str, str]
+    """Of every tensor, by name, as safetensors calls them."""
+
+
+def keep(directory: Path, workdir: Path, *, prefix: str, dtypes: Mapping[str, str]) -> None:
+    """Copies what an export will need from the directory of a model; what is there is replaced."""
+    folder = workdir / FOLDER
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in COPIED:
+            if (directory / name).is_file():
+                replace_file(folder / name, (directory / name).read_bytes())
+            else:
+                (folder / name).unlink(missing_ok=True)
+    layout = {"source": str(directory), "prefix": prefix, "dtypes": dict(dtypes)}
+    replace_file(folder / LAYOUT, json.dumps(layout, indent=1).encode() + b"\n")
+
+
+def kept(workdir: Path) -> Kept | None:
+    """What a run keeps; None if it did not begin with a model of Hugging Face."""
+    folder = workdir / FOLDER
+    if not (folder / LAYOUT).is_file():
+        return None
+    layout = load_json(folder / LAYOUT)
+    return Kept(folder, layout["prefix"], layout["dtypes"])
+
+
+def pass_on(old: Path, workdir: str) -> None:
+    """Gives a new run what the run that it begins from keeps."""
+    if not workdir or kept(old) is None or Path(workdir).resolve() == old.resolve():
+        return
+    target = Path(workdir).expanduser() / FOLDER
+    with writing(target):
+        shutil.copytree(old / FOLDER, target, dirs_exist_ok=True)
