@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxtrain.config import OptimizerConfig, RunConfig, field, override
 from jaxtrain.data.text_config import TextDataConfig
+from jaxtrain.hf.configs import ModelPresets
 from jaxtrain.main import Experiment, main
 from jaxtrain.models.transformer_config import PRESETS, TransformerConfig
 
@@ -67,4 +68,4 @@ def build(config: LmConfig) -> Experiment:
 
 
 if __name__ == "__main__":
-    main(LmConfig, build, presets={"model": PRESETS})
+    main(LmConfig, build, presets={"model": ModelPresets(PRESETS)})

@@ -159,11 +159,29 @@ def _prepare(words: list[str]) -> None:
     prepare.run(words)
 
 
+def _export_hf(words: list[str]) -> None:
+    from jaxtrain.hf import exporting
+
+    exporting.run(words)
+
+
+def _import_hf(words: list[str]) -> None:
+    from jaxtrain.hf import importing
+
+    importing.run(words)
+
+
 def _report(words: list[str]) -> None:
     workdir = _workdir("report", words)
     from jaxtrain.report import write_report
 
     print(write_report(workdir))
+
+
+def _verify_hf(words: list[str]) -> None:
+    from jaxtrain.hf import verifying
+
+    verifying.run(words)
 
 
 def _verify_shards(words: list[str]) -> None:
@@ -199,6 +217,18 @@ _COMMANDS = {
         _doctor,
         has_flags=True,
     ),
+    "export-hf": _Command(
+        "DIR --workdir=WORKDIR [--ema] [--FLAG=VALUE ...]",
+        "write the model of a run in the format of Hugging Face",
+        _export_hf,
+        has_flags=True,
+    ),
+    "import-hf": _Command(
+        "DIR --workdir=WORKDIR [--FLAG=VALUE ...]",
+        "make a checkpoint of a model of Hugging Face",
+        _import_hf,
+        has_flags=True,
+    ),
     "launch": _Command(
         "--processes=N [OPTION ...] -- COMMAND ...",
         "run a command in N processes on this machine",
@@ -212,6 +242,12 @@ _COMMANDS = {
         has_flags=True,
     ),
     "report": _Command("WORKDIR", "write report.html again from the files of a run", _report),
+    "verify-hf": _Command(
+        "DIR [--python=PATH] [--FLAG=VALUE ...]",
+        "see whether a model of Hugging Face is computed right, and exported as it was",
+        _verify_hf,
+        has_flags=True,
+    ),
     "verify-shards": _Command(
         "SHARDS ...",
         "read token shards and compare their checksums",

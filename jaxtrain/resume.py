@@ -17,7 +17,9 @@ The rules, in this order (`--resume=auto`, the default: the same command again c
 4. An empty directory: `--checkpoint.restore_from=PATH` continues another run's checkpoint, step,
    optimizer and position in the data included; `--checkpoint.partial_restore=PATTERN` leaves what
    it matches at the initial values (`head/`; `^(opt_state|step)` keeps parameters only and begins
-   at step 0). Without it the run starts from the initial values. `--resume=must` refuses both.
+   at step 0). PATH may be a model of Hugging Face, or what `jaxtrain import-hf` made of one: the
+   run then begins at step 0 with its parameters. Without the flag the run starts from the initial
+   values. `--resume=must` refuses both.
 
 A changed number of steps changes the learning rate schedule from here on, not what was trained. A
 changed batch size counts from here on: the position in the data is the number of samples seen.
@@ -37,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import checkpoint_files as files
@@ -52,9 +55,15 @@ from jaxtrain.config import (
 )
 from jaxtrain.data.order import ORDER_VERSION
 from jaxtrain.errors import CheckpointError, ConfigError
+from jaxtrain.hf.configs import is_model_directory
+from jaxtrain.hf.keep import pass_on
 
 _logger = logging.getLogger("jaxtrain")
 
+IMPORTED = "imported_from"
+"""In the origin of a checkpoint: the directory of the model that it was imported from."""
+
+_ALL_BUT_PARAMS = "^(opt_state|ema_params|step$|key$)"
 _MARK_SECONDS = 10.0
 _WAYS_OUT = (
     "continue it with --resume=auto, give another --workdir, or delete its checkpoints and start "
@@ -375,17 +384,35 @@ def _start_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] |
             )
         _logger.info("no checkpoint yet: starting from the initial values")
         return Start(batch_sizes=((0, config.global_batch_size),))
+    path = files.absolute(options.restore_from, "checkpoint.restore_from")
+    if from_primary(lambda: is_model_directory(path)):
+        from jaxtrain.hf import importing  # brings the transformer, which not every run has
+
+        state = importing.begin_from(path, config, abstract, init)
+        origin = {"restore_from": _source(options.restore_from)}
+        return _start(config, 0, state, {}, origin)
     directory, named_step = files.locate(options.restore_from, "checkpoint.restore_from")
     source = Checkpointer(directory, read_only=True)
     step = options.restore_step if options.restore_step >= 0 else named_step
     steps = from_primary(source.committed_steps) if step is None else [step]
-    step, state, host = _restore(
-        source, steps, abstract, partial=options.partial_restore, initial=init
-    )
+    partial = options.partial_restore
+    is_imported = from_primary(lambda: _is_imported(source, steps))
+    if is_imported and not partial:
+        partial = _ALL_BUT_PARAMS
+    step, state, host = _restore(source, steps, abstract, partial=partial, initial=init)
+    if is_imported and state.ema_params is not None:
+        state = state.replace(ema_params=jax.tree.map(jnp.copy, state.params))
+    from_primary(lambda: pass_on(directory.parent, config.workdir))
     begins_at = int(np.asarray(state.step))
     _logger.info("restored step %d from %s; the run begins at step %d", step, directory, begins_at)
     origin = {"restore_from": _source(options.restore_from)}
     return _start(config, begins_at, state, host if begins_at == step else {}, origin)
+
+
+def _is_imported(source: Checkpointer, steps: Sequence[int]) -> bool:
+    """Whether a checkpoint is what `jaxtrain import-hf` wrote: parameters and nothing else."""
+    _, host = _newest_record(source, steps) if steps else (0, {})
+    return IMPORTED in host.get("origin", {})
 
 
 def _restore(

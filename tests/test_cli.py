@@ -61,9 +61,12 @@ def test_help_lists_the_commands(capsys, words):
     for name, text in (
         ("checkpoints WORKDIR [--step=N]", "list the checkpoints"),
         ("doctor [--workdir=DIR] [--json]", "look whether"),
+        ("export-hf DIR --workdir=WORKDIR", "write the model"),
+        ("import-hf DIR --workdir=WORKDIR", "make a checkpoint"),
         ("launch --processes=N", "run a command"),
         ("prepare SOURCE ... OUT", "make token shards"),
         ("report WORKDIR", "write report.html"),
+        ("verify-hf DIR [--python=PATH]", "see whether"),
         ("verify-shards SHARDS ...", "read token shards"),
         ("version", "versions of"),
     ):
@@ -76,6 +79,9 @@ def test_help_lists_the_commands(capsys, words):
         (["launch", "--help"], "--restarts=0"),
         (["doctor", "-h"], "--device_timeout_seconds=120.0"),
         (["prepare", "--help"], "--tokenizer=bytes"),
+        (["import-hf", "--help"], "--workdir="),
+        (["export-hf", "--help"], "--shard_bytes=5000000000"),
+        (["verify-hf", "--help"], "--length=0"),
     ],
 )
 def test_commands_with_flags_list_them(capsys, words, flag):
@@ -98,9 +104,8 @@ def test_help_of_a_command(capsys):
         (["reprot"], "'reprot' is not a command; did you mean report?"),
         (
             ["train"],
-            "'train' is not a command; one of checkpoints, doctor, launch, prepare, report,"
-            " verify-shards,"
-            " version",
+            "'train' is not a command; one of checkpoints, doctor, export-hf, import-hf, launch,"
+            " prepare, report, verify-hf, verify-shards, version",
         ),
         (["report"], "jaxtrain report takes WORKDIR; got nothing"),
         (["report", "a", "b"], "jaxtrain report takes WORKDIR; got a b"),
