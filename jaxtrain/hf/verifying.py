@@ -109,7 +109,7 @@ def verify(directory: Path, config: VerifyConfig) -> list[str]:
         _say(
             "ok" if is_finite else "WRONG",
             "forward",
-            f"{rows} x {length} positions on {describe_mesh(mesh)}, logits "
+            f"{rows} x {length} positions, {describe_mesh(mesh)}, logits "
             f"{f'up to {np.abs(ours_BTV).max():.4g}' if is_finite else 'that are not finite'}",
         )
         changed = _changed_tensors(source, params)
