@@ -1,4 +1,4 @@
-"""Generates text from a checkpoint of train_lm.py.
+"""Generates text from a checkpoint of train_lm.py, or of `jaxtrain import-hf`.
 
 python experiments/sample_lm.py --workdir=runs/lm --prompt="def main("
 """
@@ -32,7 +32,9 @@ def sample(config: SampleConfig) -> None:
     """Restores the parameters of a run, without its optimizer, and prints continuations."""
     from train_lm import LmConfig
 
+    from jaxtrain.data.shards import shard_roots
     from jaxtrain.data.text import tokenizer_of
+    from jaxtrain.hf.keep import kept_tokenizer
     from jaxtrain.models.sample import generate
     from jaxtrain.models.transformer import transformer
     from jaxtrain.runs import load_params, read_config
@@ -40,9 +42,12 @@ def sample(config: SampleConfig) -> None:
     if not config.prompt:
         raise ConfigError("prompt is empty; give at least one character to go on from.")
     run = read_config(config.workdir, LmConfig)
-    tokenizer = tokenizer_of(run.data)
+    # Of a model that was imported, unless it has been trained on shards since.
+    imported = None if shard_roots(run.data.source) else kept_tokenizer(config.workdir)
+    tokenizer = imported or tokenizer_of(run.data)
     (prompt,) = tokenizer.encode([config.prompt.encode()])
-    length, practised = len(prompt) + config.num_tokens, run.data.sequence_length
+    length = len(prompt) + config.num_tokens
+    practised = run.model.max_length if imported else run.data.sequence_length
     if length > practised:
         logging.getLogger("jaxtrain").warning(
             "prompt and num_tokens=%d make %d tokens; the model was trained on %d at a time and has"

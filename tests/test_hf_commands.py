@@ -1,12 +1,18 @@
 """import-hf, export-hf and verify-hf; a run that begins with a model of Hugging Face."""
 
+import json
+import re
+
 import experimenting
 import hugging
 import jax
 import numpy as np
 import optax
 import pytest
+import tokenizers
 from experimenting import succeed, train_records
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from jaxtrain import cli
 from jaxtrain.checkpoint import Checkpointer
@@ -280,3 +286,23 @@ def test_another_model_than_the_run_s_is_refused_with_the_flags_that_help(tmp_pa
     )  # fmt: skip
     assert ended.code == 2
     assert f"give --model={GPT2}, or --model.vocab_size=101 " in ended.err
+
+
+def test_an_imported_model_is_sampled_through_its_own_tokenizer(tmp_path, capsys):
+    directory = hugging.copy("gpt2", tmp_path / "model")
+    size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    words = ["<|endoftext|>", *(f"w{number}" for number in range(1, size))]
+    library = tokenizers.Tokenizer(
+        WordLevel({word: number for number, word in enumerate(words)}, unk_token="w1")
+    )
+    library.pre_tokenizer = Whitespace()
+    library.save(str(directory / "tokenizer.json"))
+    assert run(capsys, "import-hf", directory, f"--workdir={tmp_path / 'run'}")[0] == 0
+    flags = ("--prompt=w5 w9", "--num_tokens=6", "--temperature=0")
+    out = succeed("sample_lm", f"--workdir={tmp_path / 'run'}", *flags).out
+    tokens = [int(number) for number in re.findall(r"w(\d+)", out)]
+    assert (tokens[:2], len(tokens)) == ([5, 9], 8)
+    # The likeliest, from the parallel forward of the whole.
+    _, model, params, mesh = hugging.load(directory)
+    logits = hugging.scores(model, params, np.array([tokens]), mesh)[0]
+    assert tokens[2:] == logits[1:-1].argmax(-1).tolist()

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxtrain.data.tokenizing import Tokenizer, open_tokenizer
 from jaxtrain.hf.configs import CONFIG, load_json
 from jaxtrain.output_files import replace_file, writing
 
@@ -66,6 +67,12 @@ def kept(workdir: Path) -> Kept | None:
         return None
     layout = load_json(folder / LAYOUT)
     return Kept(folder, layout["prefix"], layout["dtypes"])
+
+
+def kept_tokenizer(workdir: str) -> Tokenizer | None:
+    """The tokenizer of the model that a run began with; None if it keeps none."""
+    folder = Path(workdir).expanduser() / FOLDER
+    return open_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else None
 
 
 def pass_on(old: Path, workdir: str) -> None:
