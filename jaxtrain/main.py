@@ -300,12 +300,11 @@ def _audit(experiment: Experiment, config: RunConfig) -> ExitCode:
     from jaxtrain.layout_audit import audit
     from jaxtrain.mesh import make_mesh
     from jaxtrain.models.functional import as_model
-    from jaxtrain.optim import make_optimizer
+    from jaxtrain.program import optimizer_of
 
-    model, mesh, tx = as_model(experiment.model), make_mesh(config.mesh), experiment.tx
-    if tx is None:
-        params, _ = jax.eval_shape(model.init, jax.random.key(config.seed))
-        tx = make_optimizer(config.optimizer, params, num_steps=config.num_steps)
+    model, mesh = as_model(experiment.model), make_mesh(config.mesh)
+    params, _ = jax.eval_shape(model.init, jax.random.key(config.seed))
+    tx = optimizer_of(config, model, params, experiment.tx)
     # All of it may be replicated here: who looks for the cause wants the table, not the error.
     print(audit(model, mesh, tx, rules=experiment.rules, allow_replicated=1.0).table())
     return ExitCode.OK

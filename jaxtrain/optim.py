@@ -94,23 +94,41 @@ def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> Schedule:
     return schedule
 
 
-def frozen_mask(config: OptimizerConfig, abstract_params: Any) -> Any:
-    """Marks the parameters that `freeze` names: a tree of bool, True where frozen.
+def frozen_mask(config: OptimizerConfig, abstract_params: Any, always: str = "") -> Any:
+    """Marks the parameters that `freeze` or `always` names: a tree of bool, True where frozen.
+
+    Args:
+        config: with the pattern `freeze`.
+        abstract_params: the parameters or their shapes.
+        always: pattern of those that the model itself keeps from training (`Model.frozen`).
 
     Raises:
-        ConfigError: if the pattern matches no parameter, or all of them.
+        ConfigError: if `freeze` matches no parameter, or leaves none to train.
     """
     mask = tree.select(abstract_params, config.freeze, option="optimizer.freeze")
+    by_model = tree.select(abstract_params, always, option="Model.frozen")
+    mask = jax.tree.map(lambda asked, kept: asked or kept, mask, by_model)
     if config.freeze and all(jax.tree.leaves(mask)):
+        num_trained = sum(not kept for kept in jax.tree.leaves(by_model))
         raise ConfigError(
-            f"optimizer.freeze={config.freeze!r} matches all {len(jax.tree.leaves(mask))} "
-            "parameters, nothing is left to train; narrow the pattern."
+            f"optimizer.freeze={config.freeze!r} matches all {num_trained} parameters that "
+            "could train, nothing is left; narrow the pattern."
         )
     return mask
 
 
+def keep_frozen(
+    optimizer: optax.GradientTransformation, frozen: Any
+) -> optax.GradientTransformation:
+    """Spares the parameters marked True in `frozen` the optimizer: no state, updates of zero."""
+    if not any(jax.tree.leaves(frozen)):
+        return optimizer
+    zero = optax.masked(optax.set_to_zero(), frozen)
+    return optax.chain(_where_not(frozen, optimizer), zero)
+
+
 def make_optimizer(
-    config: OptimizerConfig, abstract_params: Any, *, num_steps: int
+    config: OptimizerConfig, abstract_params: Any, *, num_steps: int, frozen: str = ""
 ) -> optax.GradientTransformation:
     """Makes the optimizer: clip, then AdamW, Lion or SGD, with masks by parameter name.
 
@@ -121,11 +139,13 @@ def make_optimizer(
         config: the options; patterns are regular expressions searched in parameter paths.
         abstract_params: the parameters or their shapes.
         num_steps: length of the run, for the schedule.
+        frozen: pattern of parameters that are frozen besides those of `config.freeze`: that of the
+            model (`Model.frozen`).
 
     Raises:
         ConfigError: for a pattern that matches nothing, or a schedule longer than the run.
     """
-    frozen = frozen_mask(config, abstract_params)
+    mask = frozen_mask(config, abstract_params, frozen)
     # The default pattern speaks of norms and biases; a model without any is not an error.
     is_own_pattern = config.no_decay != OptimizerConfig().no_decay
     no_decay = tree.select(
@@ -144,10 +164,7 @@ def make_optimizer(
     if config.weight_decay:
         steps.append(_where_not(no_decay, optax.add_decayed_weights(config.weight_decay)))
     steps.append(optax.scale_by_learning_rate(learning_rate_schedule(config, num_steps)))
-    optimizer = _where_not(frozen, in_float32(optax.chain(*steps)))
-    if not any(jax.tree.leaves(frozen)):
-        return optimizer
-    return optax.chain(optimizer, optax.masked(optax.set_to_zero(), frozen))
+    return keep_frozen(in_float32(optax.chain(*steps)), mask)
 
 
 def _where_not(

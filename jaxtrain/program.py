@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain import optim
 from jaxtrain.agreement import WISH, carrying_train_step
 from jaxtrain.compile import CompiledStep, compile_step, compiler_options
-from jaxtrain.config import RunConfig
+from jaxtrain.config import OptimizerConfig, RunConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout_audit import Audit, audit
 from jaxtrain.models.functional import Model
@@ -85,9 +85,11 @@ def train_program(
     _check_sizes(model, abstract_params, config, mesh, rules)
     learning_rate = frozen = None
     if tx is None:
-        tx = optim.make_optimizer(config.optimizer, abstract_params, num_steps=config.num_steps)
-        frozen = optim.frozen_mask(config.optimizer, abstract_params)
+        frozen = optim.frozen_mask(config.optimizer, abstract_params, model.frozen)
         learning_rate = optim.learning_rate_schedule(config.optimizer, config.num_steps)
+    elif model.frozen:
+        frozen = optim.frozen_mask(OptimizerConfig(), abstract_params, model.frozen)
+    tx = optimizer_of(config, model, abstract_params, tx)
     ema_decay = config.optimizer.ema_decay
     ema = ema_decay > 0
     layout = audit(model, mesh, tx, rules=rules, allow_replicated=config.allow_replicated, ema=ema)
@@ -104,6 +106,23 @@ def train_program(
     )
     abstract = placed_state(model, tx, mesh, rules=rules, seed=config.seed, ema=ema)
     return TrainProgram(tx, abstract, layout, step, program_options(config, mesh))
+
+
+def optimizer_of(
+    config: RunConfig,
+    model: Model,
+    abstract_params: Any,
+    tx: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformation:
+    """The optimizer of a run: the configured one, or `tx`, without what the model keeps frozen."""
+    if tx is None:
+        return optim.make_optimizer(
+            config.optimizer, abstract_params, num_steps=config.num_steps, frozen=model.frozen
+        )
+    if not model.frozen:
+        return tx
+    frozen = optim.frozen_mask(OptimizerConfig(), abstract_params, model.frozen)
+    return optim.keep_frozen(tx, frozen)
 
 
 def _check_sizes(

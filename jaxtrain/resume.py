@@ -57,13 +57,14 @@ from jaxtrain.data.order import ORDER_VERSION
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.hf.configs import is_model_directory
 from jaxtrain.hf.keep import pass_on
+from jaxtrain.tree import path_str
 
 _logger = logging.getLogger("jaxtrain")
 
 IMPORTED = "imported_from"
 """In the origin of a checkpoint: the directory of the model that it was imported from."""
 
-_ALL_BUT_PARAMS = "^(opt_state|ema_params|step$|key$)"
+_ALL_BUT_PARAMS = "^(opt_state|ema_params|step$|key$)|/lora_[ab]$"
 _MARK_SECONDS = 10.0
 _WAYS_OUT = (
     "continue it with --resume=auto, give another --workdir, or delete its checkpoints and start "
@@ -399,7 +400,17 @@ def _start_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] |
     is_imported = from_primary(lambda: _is_imported(source, steps))
     if is_imported and not partial:
         partial = _ALL_BUT_PARAMS
-    step, state, host = _restore(source, steps, abstract, partial=partial, initial=init)
+    # A base of LoRA may be kept in fewer bits than the checkpoint has.
+    found = from_primary(lambda: _dtypes(source, steps))
+    wanted = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _as_found(leaf, found.get(f"params/{path_str(path)}", "")),
+        abstract.params,
+    )
+    step, state, host = _restore(
+        source, steps, abstract.replace(params=wanted), partial=partial, initial=init
+    )
+    params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state.params, abstract.params)
+    state = state.replace(params=params)
     if is_imported and state.ema_params is not None:
         state = state.replace(ema_params=jax.tree.map(jnp.copy, state.params))
     from_primary(lambda: pass_on(directory.parent, config.workdir))
@@ -407,6 +418,22 @@ def _start_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] |
     _logger.info("restored step %d from %s; the run begins at step %d", step, directory, begins_at)
     origin = {"restore_from": _source(options.restore_from)}
     return _start(config, begins_at, state, host if begins_at == step else {}, origin)
+
+
+def _dtypes(source: Checkpointer, steps: Sequence[int]) -> dict[str, str]:
+    """Path -> dtype of the arrays of the newest step that can be read."""
+    for step in sorted(steps, reverse=True):
+        try:
+            return {name: array.dtype for name, array in source.manifest(step).arrays.items()}
+        except files.BrokenCheckpointError:
+            continue
+    return {}
+
+
+def _as_found(leaf: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
+    """A parameter as it is read: in float32 if the checkpoint has more bits than the run keeps."""
+    is_longer = dtype == "float32" and leaf.dtype == jnp.bfloat16
+    return leaf.update(dtype=jnp.float32) if is_longer else leaf
 
 
 def _is_imported(source: Checkpointer, steps: Sequence[int]) -> bool:

@@ -114,9 +114,14 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def training_flops_per_token(
-    num_params: int, *, num_layers: int = 0, attention_dim: int = 0, sequence_length: int = 0
+    num_params: int,
+    *,
+    num_frozen: int = 0,
+    num_layers: int = 0,
+    attention_dim: int = 0,
+    sequence_length: int = 0,
 ) -> float:
-    """FLOPs that one token costs in training, forward and backward: 6 N + 12 L A T.
+    """FLOPs that one token costs in training, forward and backward: 6 N - 2 F + 12 L A T.
 
     The count of Chowdhery et al. 2022 (PaLM, appendix B), which most published utilisations use:
     what the model needs, not what is computed (remat adds nothing), attention over the whole
@@ -125,11 +130,12 @@ def training_flops_per_token(
     Args:
         num_params: N, parameters that a token is multiplied with: a lookup table (embedding,
             learned positions) does not count, an output head does, tied or not.
+        num_frozen: F, those of them without a gradient of their own.
         num_layers: L, layers with attention.
         attention_dim: A, query heads x head size.
         sequence_length: T.
     """
-    return 6.0 * num_params + 12.0 * num_layers * attention_dim * sequence_length
+    return 6.0 * num_params - 2.0 * num_frozen + 12.0 * num_layers * attention_dim * sequence_length
 
 
 class Throughput:

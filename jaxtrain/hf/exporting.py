@@ -5,7 +5,8 @@
 
 DIR is new. It gets config.json, generation_config.json, safetensors in files of 5 GB with an index,
 and the tokenizer's files if the run began with an imported model: names, dtypes and layout are then
-those of the original. A run that is killed leaves no DIR.
+those of the original. What LoRA trained is merged into the weights. A run that is killed leaves no
+DIR.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from jaxtrain.hf.configs import CONFIG, differences, load_json, read_config, wri
 from jaxtrain.hf.files import SHARD_BYTES, Wanted, write_text, write_weights
 from jaxtrain.hf.importing import one_directory
 from jaxtrain.hf.keep import COPIED, GENERATION, Kept, kept
+from jaxtrain.models.lora_config import LoraConfig
 from jaxtrain.models.transformer_config import TransformerConfig
 from jaxtrain.output_files import scratch_path, sync_directory, writing
 from jaxtrain.progress import setup_logging
@@ -68,8 +70,9 @@ def export_model(directory: Path, config: ExportConfig) -> str:
         raise ConfigError(f"DIR={directory} is there already; name a new directory.")
     workdir = Path(config.workdir).expanduser()
     model_config, max_length = read_run(workdir)
+    lora = read_lora(workdir)
     content, origin = describe(model_config, workdir, max_length)
-    params = _load(model_config, config)
+    params = _load(model_config, lora, config)
     tensors = tensors_of(params, model_config, content["model_type"], origin)
     scratch = scratch_path(directory)
     with writing(directory):
@@ -111,6 +114,13 @@ def read_run(workdir: Path) -> tuple[TransformerConfig, int]:
         raise CheckpointError(f"workdir={workdir} is no run of a transformer ({path}).")
     config = from_dict(TransformerConfig, values["model"], source=str(path))
     return config, values.get("data", {}).get("sequence_length", config.max_length)
+
+
+def read_lora(workdir: Path) -> LoraConfig:
+    """How a run adapted its projections; of rank 0 where it did not."""
+    path = workdir / CONFIG
+    values = load_json(path).get("config", {}).get("lora", {})
+    return from_dict(LoraConfig, values, source=str(path))
 
 
 def describe(
@@ -177,17 +187,20 @@ def _tensor(leaves: Mapping[str, Any], vocab_size: int, piece: tables.Placed) ->
     return np.concatenate(parts, 0 if piece.rule.form.is_transposed else -1)
 
 
-def _load(model_config: TransformerConfig, config: ExportConfig) -> Any:
+def _load(model_config: TransformerConfig, lora: LoraConfig, config: ExportConfig) -> Any:
+    """The parameters of a run; what LoRA trained is merged into the kernels."""
     import optax
 
     from jaxtrain import resume
     from jaxtrain.mesh import make_mesh
+    from jaxtrain.models.lora import merge
     from jaxtrain.models.transformer import transformer
     from jaxtrain.state import placed_state
 
     mesh = make_mesh(config.mesh)
-    abstract = placed_state(transformer(model_config), optax.identity(), mesh, ema=config.ema)
+    model = transformer(model_config, lora=lora)
+    abstract = placed_state(model, optax.identity(), mesh, ema=config.ema)
     if config.ema:
         abstract = abstract.replace(params=None)
     state, _, _ = resume.load(config.workdir, abstract, step=config.step)
-    return state.ema_params if config.ema else state.params
+    return merge(state.ema_params if config.ema else state.params, lora)

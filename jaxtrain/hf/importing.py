@@ -135,6 +135,10 @@ def begin_from(
     """
     from jaxtrain.agreement import from_primary, together
 
+    # LoRA's A and B are not in a file: they begin at their initial values.
+    from jaxtrain.models.functional import deep_merge
+    from jaxtrain.models.lora import without_adapters, without_base
+
     ours = getattr(config, "model", None)
     if not isinstance(ours, TransformerConfig) or init is None:
         raise ConfigError(
@@ -155,8 +159,11 @@ def begin_from(
                     f"give --model={directory}, or {' '.join(flags_that_differ)}"
                 )
             _log.info("%s", describe_load(source))
-            state = init().replace(params=None)
-            params = load_params(source, abstract.params)
+            state = init()
+            adapters = without_base(state.params)
+            state = state.replace(params=None, ema_params=None)
+            params = load_params(source, without_adapters(abstract.params))
+            params = deep_merge(params, adapters)
             ema = None if abstract.ema_params is None else jax.tree.map(jnp.copy, params)
     if config.workdir:
         workdir = Path(config.workdir).expanduser()

@@ -116,12 +116,12 @@ def describe_load(source: Source) -> str:
 
 
 def load_params(source: Source, abstract: Params) -> Params:
-    """Reads all parameters, float32, into the layout that is asked for.
+    """Reads all parameters into the layout and the dtype that are asked for.
 
     Args:
         source: from `opening_model`.
         abstract: parameters of `transformer(source.config)` (the padding of the vocabulary may be
-            another one) as `jax.ShapeDtypeStruct` with shardings.
+            another one) as `jax.ShapeDtypeStruct` with shardings; those of LoRA left out.
     """
     pieces: dict[str, list[_Piece]] = defaultdict(list)
     for placed in source.placed:
@@ -130,7 +130,7 @@ def load_params(source: Source, abstract: Params) -> Params:
     leaves = []
     for path, leaf in named_leaves(abstract):
         read = functools.partial(_read, source, shape=leaf.shape)
-        leaves.append(_fill(leaf.shape, leaf.sharding, pieces[path], read))
+        leaves.append(_fill(leaf, pieces[path], read))
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
@@ -143,20 +143,20 @@ class _Piece(NamedTuple):
 
 
 def _fill(
-    shape: tuple[int, ...],
-    sharding: NamedSharding,
-    pieces: list[_Piece],
-    read: Callable[[_Piece], np.ndarray],
+    leaf: jax.ShapeDtypeStruct, pieces: list[_Piece], read: Callable[[_Piece], np.ndarray]
 ) -> jax.Array:
     """One parameter on the devices."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
 
     def place(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        values = values.astype(leaf.dtype, copy=False)
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
     if pieces[0].placed.layer is None:
         return place(read(pieces[0]), sharding)
     of_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    zeros, put = _programs(shape, sharding)
+    zeros, put = _programs(leaf, sharding)
     stacked = zeros()
     for piece in pieces:
         stacked = put(stacked, place(read(piece), of_layer), piece.placed.layer)
@@ -165,9 +165,9 @@ def _fill(
     return stacked
 
 
-def _programs(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[Any, Any]:
+def _programs(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> tuple[Any, Any]:
     """Makes an empty parameter, and puts one layer into it in place."""
-    zeros = jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=sharding)
+    zeros = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=sharding)
     put = jax.jit(
         lambda stacked, values, layer: jax.lax.dynamic_update_index_in_dim(
             stacked, values, layer, 0

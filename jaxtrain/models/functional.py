@@ -46,6 +46,9 @@ class Model:
     """False where outputs or loss of a row depend on other rows (a contrastive loss): the step is
     then left to XLA, to which the batch is whole on every mesh. Models with model_state are taken
     for such anyway."""
+    frozen: str = ""
+    """Regular expression, searched in paths of parameters: those that never train, whatever the
+    optimizer; they get no gradient and no optimizer state. Empty: none."""
     num_padding_params: int = 0
     """Elements of the parameters that only pad the vocabulary; left out of parameter counts."""
     flops_per_token: Callable[[int], float] | None = None
@@ -186,7 +189,7 @@ def functional(
         params, batch = lower(params), lower(batch)
         params = _original_keys(params, params_like, "parameters")
         stats = _original_keys(stats, stats_like, "model state")
-        module = nnx.merge(graphdef, _deep_merge(params, stats, _derive_rngs(rngs_like, key)))
+        module = nnx.merge(graphdef, deep_merge(params, stats, _derive_rngs(rngs_like, key)))
         module.train() if train else module.eval()
         rngs = {"rngs": nnx.Rngs(_fold_path(key, ("call",)))} if wants_rngs else {}
         outputs = call(module, batch, **rngs) if call else module(batch, **rngs)  # pyright: ignore
@@ -321,12 +324,12 @@ def _original_keys(tree: Any, like: Any, what: str, path: str = "") -> Any:
     }
 
 
-def _deep_merge(*trees: Params) -> Params:
+def deep_merge(*trees: Params) -> Params:
     """Joins nested dicts that share inner nodes but no leaf."""
     merged: Params = {}
     for tree in trees:
         for name, leaf in tree.items():
             merged[name] = (
-                _deep_merge(merged.get(name, {}), leaf) if isinstance(leaf, dict) else leaf
+                deep_merge(merged.get(name, {}), leaf) if isinstance(leaf, dict) else leaf
             )
     return merged

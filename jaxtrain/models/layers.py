@@ -19,8 +19,11 @@ from jaxtrain.sharding import active_rules, constrain, gather_param
 
 Dtype = jax.typing.DTypeLike
 Initializer = Callable[..., jax.Array]
-Axes = tuple[tuple[str, int], ...]
-"""(logical axis, size) of every dim of a parameter."""
+Axes = tuple[tuple[str | None, int], ...]
+"""(logical axis, size) of every dim of a parameter; None: never split."""
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+"""Names of the matrices of LoRA beside a kernel."""
 
 INIT_STDDEV = 0.02
 
@@ -65,7 +68,10 @@ def logical_axes(module: nnx.Module, params: Any, *, stacked: str = "layers") ->
 
 
 class Projection(Weights):
-    """Linear map of [B, T, *inputs] to [B, T, *outputs]."""
+    """Linear map of [B, T, *inputs] to [B, T, *outputs]; with `add_lora` adapted by LoRA."""
+
+    lora_scale = 0.0
+    """What the update of LoRA is multiplied with; 0: there is none."""
 
     def __init__(
         self,
@@ -76,28 +82,49 @@ class Projection(Weights):
         init: Initializer,
         rngs: nnx.Rngs,
     ):
-        self.num_inputs = len(inputs)
+        self.num_inputs, self.axes = len(inputs), inputs + outputs
         self.use_bias = use_bias
-        self.add("kernel", inputs + outputs, init, rngs)
+        self.add("kernel", self.axes, init, rngs)
         if use_bias:
             self.add("bias", outputs, jax.nn.initializers.zeros, rngs)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(number of inputs, number of outputs)."""
+        sizes = [size for _, size in self.axes]
+        return math.prod(sizes[: self.num_inputs]), math.prod(sizes[self.num_inputs :])
+
+    def add_lora(self, rank: int, scale: float, *, rngs: nnx.Rngs) -> None:
+        """Adds scale * (x A) B to what comes out; see `lora`."""
+        inputs, outputs = self.axes[: self.num_inputs], self.axes[self.num_inputs :]
+        self.add(LORA_A, (*inputs, (None, rank)), normal(self.sizes[0] ** -0.5), rngs)
+        self.add(LORA_B, ((None, rank), *outputs), jax.nn.initializers.zeros, rngs)
+        self.lora_scale = scale
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = self.gathered("kernel", x.dtype)
-        if _length_is_split():
-            y = jnp.tensordot(x, kernel, self.num_inputs)
-        else:
-            # One product of two matrices: for more dims XLA on CPU copies what the gradient of
-            # the kernel multiplies, badly; measured twice the time of a feed-forward layer.
-            inputs, outputs = kernel.shape[: self.num_inputs], kernel.shape[self.num_inputs :]
-            rows = x.shape[: x.ndim - self.num_inputs]
-            matrix = kernel.reshape(math.prod(inputs), math.prod(outputs))
-            y = x.reshape(math.prod(rows), math.prod(inputs)) @ matrix
-            y = y.reshape(*rows, *outputs)
+        y = _product(x, self.gathered("kernel", x.dtype), self.num_inputs)
+        if self.lora_scale:
+            # Never A B: it would be as large as the kernel, and so would its gradient.
+            h_BTR = self.lora_scale * _product(x, self.gathered(LORA_A, x.dtype), self.num_inputs)
+            h_BTR = constrain(h_BTR, "batch", "length", None)
+            y += _product(h_BTR, self.gathered(LORA_B, x.dtype), 1)
         if self.use_bias:
             bias = self.gathered("bias", x.dtype)
             y += jnp.expand_dims(bias, range(y.ndim - bias.ndim))
         return y
+
+
+def _product(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
+    """Sums over the last `num_inputs` dims of `x` and the first ones of `kernel`."""
+    if _length_is_split():
+        return jnp.tensordot(x, kernel, num_inputs)
+    # One product of two matrices: for more dims XLA on CPU copies what the gradient of the kernel
+    # multiplies, badly; measured twice the time of a feed-forward layer.
+    inputs, outputs = kernel.shape[:num_inputs], kernel.shape[num_inputs:]
+    rows = x.shape[: x.ndim - num_inputs]
+    matrix = kernel.reshape(math.prod(inputs), math.prod(outputs))
+    y = x.reshape(math.prod(rows), math.prod(inputs)) @ matrix
+    return y.reshape(*rows, *outputs)
 
 
 def _length_is_split() -> bool:

@@ -8,10 +8,11 @@ Parameters (leaf names as on Hugging Face where shapes allow; L is stacked first
     layers/mlp/{gate,up}/kernel [L, D, F]                  layers/mlp/down/kernel [L, F, D]
     layers/{attention_norm,mlp_norm}/{scale,bias} [L, D]   and a bias beside each kernel
     layers/{attention_post_norm,mlp_post_norm}/...         norms of what comes out
+    layers/.../lora_a [L, *inputs, R], lora_b [L, R, *outputs] beside a kernel, with `lora`
     final_norm/{scale,bias} [D]                            head/kernel [D, V] (untied)
 
 Shapes: B batch, T length, D embed, F mlp, N query heads, K key/value heads, H head dim,
-V padded vocabulary, P learned positions, L layers.
+V padded vocabulary, P learned positions, L layers, R rank.
 """
 
 import dataclasses
@@ -45,9 +46,13 @@ from jaxtrain.models.layers import (
     normal,
     residual_init,
 )
+from jaxtrain.models.lora import BASE, adapt, is_adapter, keep_base
+from jaxtrain.models.lora_config import LoraConfig
+from jaxtrain.models.transformer_checks import check_batch, check_length
 from jaxtrain.models.transformer_config import PRESETS, TransformerConfig
 from jaxtrain.sharding import constrain
 from jaxtrain.throughput import training_flops_per_token
+from jaxtrain.tree import named_leaves
 
 __all__ = ["PRESETS", "TransformerConfig", "transformer"]
 
@@ -63,7 +68,9 @@ _MAX_UNROLLED_LAYERS = 8
 class Block(nnx.Module):
     """One layer: attention and feed-forward layers, each with norms of its own."""
 
-    def __init__(self, config: TransformerConfig, attention: str, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, attention: str, lora: LoraConfig, *, rngs: nnx.Rngs
+    ):
         norm = lambda: Norm(  # noqa: E731
             config.norm, (("embed", config.embed_dim),), epsilon=config.norm_epsilon, rngs=rngs
         )
@@ -82,6 +89,8 @@ class Block(nnx.Module):
             use_bias=config.use_bias, init_down=residual_init(config.num_layers), rngs=rngs,
         )  # fmt: skip
         self.dropout = config.dropout
+        if lora.rank:
+            adapt(self, lora, rngs=rngs)
 
     def __call__(
         self,
@@ -128,14 +137,15 @@ class Transformer(nnx.Module):
     """Embedding, stacked layers, final norm, and the output layer's parameters."""
 
     def __init__(
-        self, config: TransformerConfig, *, dtype: str, remat: str, attention: str, rngs: nnx.Rngs
-    ):
+        self, config: TransformerConfig, lora: LoraConfig, *,
+        dtype: str, remat: str, attention: str, rngs: nnx.Rngs,
+    ):  # fmt: skip
         vocab, width = config.padded_vocab_size, config.embed_dim
         self.config, self.dtype, self.remat = config, dtype, remat
         self.embed = Embedding("vocab", vocab, width, rngs=rngs)
         if config.positions == "learned":
             self.position = Embedding("length", config.max_length, width, rngs=rngs)
-        self.layers = jax.vmap(lambda key: Block(config, attention, rngs=nnx.Rngs(key)))(
+        self.layers = jax.vmap(lambda key: Block(config, attention, lora, rngs=nnx.Rngs(key)))(
             jax.random.split(rngs.params(), config.num_layers)
         )
         self.final_norm = Norm(
@@ -211,6 +221,7 @@ def transformer(
     precision: str = "float32",
     remat: str = "none",
     attention: str = "auto",
+    lora: LoraConfig | None = None,
 ) -> Model:
     """Makes the pure model. Outputs are hidden_BTD; `logits` makes scores of them.
 
@@ -221,6 +232,8 @@ def transformer(
         remat: what the backward pass computes again: "none", "dots" or "full".
         attention: "auto": the kernel that `compile.attention_implementation` has for the devices
             that the step is traced for; or "xla" or "cudnn".
+        lora: adapters of projections, which alone are trained; None: none. The other parameters
+            then are in `lora.base_dtype`.
 
     The batch holds tokens [B, T] int32, and may hold positions [B, T] int32 (else 0, 1, ... in each
     row) and, for packed rows, segment_ids [B, T] int32: a token then attends to those of its own
@@ -231,8 +244,11 @@ def transformer(
             f"attention={attention!r} does not exist; use {' or '.join(ATTENTION_IMPLEMENTATIONS)}."
         )
 
+    lora = lora or LoraConfig()
+
     def build(rngs: nnx.Rngs) -> Transformer:
-        return Transformer(config, dtype=precision, remat=remat, attention=attention, rngs=rngs)
+        kinds = {"dtype": precision, "remat": remat, "attention": attention}
+        return Transformer(config, lora, **kinds, rngs=rngs)
 
     forward = functional(
         build,
@@ -242,17 +258,21 @@ def transformer(
     )
     decoder = functional(build, call=lambda module, batch: module.decode(**batch))
 
+    def init(key: jax.Array) -> tuple[Params, Params]:
+        params, model_state = forward.init(key)
+        return (keep_base(params, lora.base_dtype) if lora.rank else params), model_state
+
     def apply(
         params: Params, model_state: Params, batch: Batch, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Params]:
-        _check_batch(config, batch)
+        check_batch(config, batch)
         inputs = {name: batch[name] for name in _INPUTS if name in batch}
         if train and config.dropout:
             inputs["row_key"] = _row_keys(key, batch)
         return forward.apply(params, model_state, inputs, key=None, train=train)
 
     def init_cache(batch_size: int, length: int, dtype: Any = precision) -> Cache:
-        _check_length(config, length)
+        check_length(config, length)
         shape = (config.num_layers, batch_size, length, config.kv_heads, config.head_size)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -274,14 +294,17 @@ def transformer(
         return {"attention": f"{name} ({reason}); {cost}"}
 
     skeleton = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-    abstract_params, _ = jax.eval_shape(forward.init, jax.random.key(0))
+    abstract_params, _ = jax.eval_shape(init, jax.random.key(0))
     num_tables = 1 if config.tie_embeddings else 2
     padding = (config.padded_vocab_size - config.vocab_size) * config.embed_dim * num_tables
     multiplied = _num_multiplied(config, abstract_params)
+    adapters = [leaf.size for path, leaf in named_leaves(abstract_params) if is_adapter(path)]
+    num_frozen = multiplied - sum(adapters) if lora.rank else 0
 
     def flops_per_token(length: int) -> float:
         return training_flops_per_token(
             multiplied,
+            num_frozen=num_frozen,
             num_layers=config.num_layers,
             attention_dim=config.num_heads * config.head_size,
             sequence_length=length,
@@ -289,7 +312,9 @@ def transformer(
 
     return dataclasses.replace(
         forward,
+        init=init,
         apply=apply,
+        frozen=BASE if lora.rank else "",
         logical_axes=logical_axes(skeleton, abstract_params),
         num_padding_params=padding,
         flops_per_token=flops_per_token,
@@ -318,23 +343,3 @@ def _row_keys(key: jax.Array | None, batch: Batch) -> jax.Array:
 def _automatic_unroll(num_layers: int) -> int:
     is_cpu = target_device().platform == "cpu"
     return num_layers if is_cpu and num_layers <= _MAX_UNROLLED_LAYERS else 1
-
-
-def _check_batch(config: TransformerConfig, batch: Batch) -> None:
-    shape = batch["tokens"].shape
-    if len(shape) != 2:
-        raise ConfigError(f"tokens must be [rows, length], got the shape {list(shape)}.")
-    _check_length(config, shape[1])
-    if "segment_ids" in batch and batch["segment_ids"].shape != shape:
-        raise ConfigError(
-            f"segment_ids must have the shape of tokens, {list(shape)}; got "
-            f"{list(batch['segment_ids'].shape)}."
-        )
-
-
-def _check_length(config: TransformerConfig, length: int) -> None:
-    if config.positions == "learned" and length > config.max_length:
-        raise ConfigError(
-            f"{length} tokens do not fit the {config.max_length} learned positions; use shorter "
-            "rows or a larger model.max_length."
-        )

@@ -33,7 +33,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxtrain import optim
 from jaxtrain.config import RunConfig
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout_audit import Audit, Row, audit_state
@@ -44,6 +43,7 @@ from jaxtrain.plan.memory import available
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.traced import Residuals, residuals_of, row_flops
 from jaxtrain.plan.work import Flops, Kernel
+from jaxtrain.program import optimizer_of
 from jaxtrain.rules import as_axes
 from jaxtrain.state import abstract_state
 
@@ -126,10 +126,8 @@ class Analysis:
         self._planner, self._config = planner, config
         experiment = planner.experiment(config)
         self._rules, model = experiment.rules, as_model(experiment.model)
-        tx = experiment.tx
-        if tx is None:
-            params, _ = jax.eval_shape(model.init, jax.random.key(0))
-            tx = optim.make_optimizer(config.optimizer, params, num_steps=config.num_steps)
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        tx = optimizer_of(config, model, params, experiment.tx)
         ema = config.optimizer.ema_decay > 0
         self._state = abstract_state(model, tx, ema=ema)
         self._logical_axes = model.logical_axes
