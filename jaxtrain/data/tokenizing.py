@@ -47,9 +47,19 @@ class Tokenizer(Protocol):
     end_of_document: int
     can_cut: bool
     """Whether text cut at an `exact_break` has the tokens of the whole."""
+    beginning: tuple[int, ...]
+    """Tokens that the tokenizer's file puts before a text."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the tokens of each document of UTF-8 text, uint32 or smaller [tokens]."""
+        ...
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns tokens of a text with special tokens written out, as chat templates do.
+
+        Returns:
+            (tokens, and where in the text each begins and ends, in characters), int32 [tokens].
+        """
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -69,9 +79,15 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_document = SEPARATOR
     can_cut = True
+    beginning = ()
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document, np.uint8) for document in documents]
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        sizes = [len(character.encode()) for character in text]
+        begins = np.repeat(np.arange(len(text), dtype=np.int32), sizes)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32), begins, begins + 1
 
     def decode(self, tokens: Iterable[int]) -> str:
         data = bytes(10 if token == SEPARATOR else int(token) for token in tokens)
@@ -117,6 +133,11 @@ class LibraryTokenizer:
         self.can_cut = False
         whole, parts = self.encode([b"".join(_PROBE)])[0], self.encode(_PROBE)
         self.can_cut = np.array_equal(whole, np.concatenate(parts))
+        self._marked = tokenizers.Tokenizer.from_str(data.decode())
+        self._marked.no_padding()
+        self._marked.no_truncation()
+        bare, full = (self._marked.encode("a", add_special_tokens=s).ids for s in (False, True))
+        self.beginning = tuple(full[: full.index(bare[0])]) if bare and bare[0] in full else ()
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         # A document of many megabytes would take a hundred times its size.
@@ -128,6 +149,11 @@ class LibraryTokenizer:
             ids = [np.array(next(encoded).ids, np.uint32) for _ in some]
             tokens.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
         return tokens
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        encoded = self._marked.encode(text, add_special_tokens=False)
+        offsets = np.array(encoded.offsets, np.int32).reshape(-1, 2)
+        return np.array(encoded.ids, np.int32), offsets[:, 0], offsets[:, 1]
 
     def decode(self, tokens: Iterable[int]) -> str:
         texts, waiting = [], []
