@@ -66,6 +66,9 @@ _logger = logging.getLogger("jaxtrain")
 OnStep = Callable[[int, Mapping[str, float]], None]
 """(step, its metrics as floats). Called after every step, one step late."""
 
+OnStart = Callable[[TrainState, Mapping[str, float]], None]
+"""(state, its evaluation). Called before the first step of a run that begins at step 0."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
@@ -106,6 +109,7 @@ def fit(
     tx: optax.GradientTransformation | None = None,
     writers: Sequence[Writer] = (),
     on_step: OnStep | None = None,
+    on_start: OnStart | None = None,
     describe: Mapping[str, Any] | None = None,
 ) -> FitResult:
     """Trains a model until `config.num_steps`, from the newest checkpoint of `config.workdir`.
@@ -124,6 +128,8 @@ def fit(
         tx: an optax optimizer of your own instead of the one in `config.optimizer`.
         writers: take every record, besides `metrics.jsonl` and TensorBoard.
         on_step: called after every step, one step late.
+        on_start: called before the first step of a run that begins at step 0, with the state and
+            its evaluation, which is made then for it.
         describe: facts for `run.json` and the report, e.g. {"validation bigram entropy": 2.37}.
 
     Raises:
@@ -190,6 +196,8 @@ def fit(
             last = run_files.last_metrics(config, start.step)
             return FitResult(start.state, start.step, start.samples_seen, "complete", *last)
         state = init() if start.state is None else start.state
+        if on_start is not None and start.step == 0:
+            evaluated_step = -1  # the initial state is evaluated too
 
         # The data, and the programs: each is compiled once, here.
         phases.report(Phase.INPUT, start.step)
@@ -302,7 +310,7 @@ def fit(
             # 1. Evaluate; the last one is whole. An evaluation that a signal cuts short is given
             #    up: it is done, from the same state, when the run goes on.
             #    One that fails costs no step: it ends the run after the save.
-            is_evaluating = is_end or is_due(config.eval_every_steps, step)
+            is_evaluating = is_end or step == 0 or is_due(config.eval_every_steps, step)
             failure: Exception | None = None
             if evaluation is not None and is_evaluating and step > evaluated_step:
                 finish_step()
@@ -318,6 +326,12 @@ def fit(
                         record = {"step": step, "eval": True, **found}
                         records.write(record)
                         progress.evaluation(record)
+
+            is_known = evaluation is None or evaluated_step == 0
+            if on_start is not None and step == 0 and is_known and failure is None:
+                with clock.other():
+                    phases.report(Phase.COMPILE)
+                    on_start(state, eval_metrics)
 
             # 2. Save: the flag of this very state was read, and its records are on the disk.
             agreement.attempt(checkpointer.check, None)

@@ -60,6 +60,8 @@ class Experiment:
     """Metric writers besides the usual ones."""
     on_step: Callable[..., None] | None = None
     """Called after every step, one step late; see `fit`."""
+    on_start: Callable[[Any, Mapping[str, float]], None] | None = None
+    """Called with the state and its evaluation before the first step; see `fit`."""
     on_end: Callable[[Any], None] | None = None
     """Called with the `FitResult` when all steps are done, not after a preemption."""
     decode: Callable[[Sequence[int]], str] | None = None
@@ -237,6 +239,7 @@ def _run_joined[R: RunConfig](config: R, build: Callable[[R], Experiment]) -> Ex
         describe=experiment.describe,
         writers=experiment.writers,
         on_step=experiment.on_step,
+        on_start=experiment.on_start,
     )
     if result.status == "preempted":
         return ExitCode.PREEMPTED

@@ -42,7 +42,14 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def quick(text):
     """Script -> flags with which it is quick; what is not here is quick as it is."""
-    return {"train_lm": [*TINY, f"--data.source={text}"]}
+    pairs = text.parent / "pairs.jsonl"
+    record = '{"prompt": "1 times ", "completion": "2 is 2"}\n'
+    pairs.write_text("".join(record.replace("1", str(n)) for n in range(40)))
+    finetune = [*TINY, f"--data.source={pairs}", "--data.tokenizer=bytes", "--sample_tokens=4"]
+    return {
+        "train_lm": [*TINY, f"--data.source={text}"],
+        "finetune_lm": [*finetune, "--lora.rank=2"],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,8 @@ def test_pulse(name, quick, tmp_path):
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.json", "metrics.jsonl", "checkpoints", "tensorboard", "report.html"} <= left
     assert [record["step"] for record in train_records(tmp_path / "run")] == [1, 2]
-    assert [record["step"] for record in eval_records(tmp_path / "run")] == [2]
+    evaluated = [0, 2] if name == "finetune_lm" else [2]
+    assert [record["step"] for record in eval_records(tmp_path / "run")] == evaluated
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
     # Case C7: a relative path is logged whole.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.data.tokenizing import Tokenizer, open_tokenizer
-from jaxtrain.hf.configs import CONFIG, load_json
+from jaxtrain.hf.configs import CONFIG, is_model_directory, load_json
 from jaxtrain.output_files import replace_file, writing
 
 FOLDER = "hf"
@@ -82,3 +82,17 @@ def pass_on(old: Path, workdir: str) -> None:
     target = Path(workdir).expanduser() / FOLDER
     with writing(target):
         shutil.copytree(old / FOLDER, target, dirs_exist_ok=True)
+
+
+def tokenizer_folder(restore_from: str, workdir: str) -> str:
+    """Where the tokenizer of the model lies that a run begins with; "" if nowhere.
+
+    Args:
+        restore_from: a model of Hugging Face, or a run that keeps one.
+        workdir: of the run, which keeps it once it has begun.
+    """
+    places = [Path(place).expanduser() for place in (restore_from, workdir) if place]
+    if restore_from and is_model_directory(places[0]):
+        return str(places[0])
+    folders = [place / FOLDER for place in places]
+    return next((str(folder) for folder in folders if folder.is_dir()), "")

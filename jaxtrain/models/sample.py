@@ -74,6 +74,15 @@ def generate(
     return np.asarray(tokens)
 
 
+def greedy_answer(
+    model: Model, params: Params, prompt: Sequence[int], *, num_tokens: int, end: int
+) -> list[int]:
+    """The likeliest tokens after a prompt, up to `num_tokens` or the token `end`, without it."""
+    (row,) = generate(model, params, [prompt], num_tokens=num_tokens, temperature=0)
+    tokens = row.tolist()
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _generate(
     model: Model, num_tokens: int, params, prompts_BP, lengths_B, temperature, top_k, top_p, key
