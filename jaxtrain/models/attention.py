@@ -106,10 +106,9 @@ class Attention(nnx.Module):
 
     def _visible(self, query: jax.Array, key: jax.Array, layer: jax.Array) -> jax.Array:
         """Whether a query at one position sees a key at another, in this layer."""
+        window, every = self.config.window, self.config.full_attention_every
         seen = query >= key
-        if self.config.window:
-            seen &= (query - key < self.config.window) | ~is_local(self.config, layer)
-        return seen
+        return seen & ((query - key < window) | ~is_local(every, layer)) if window else seen
 
     def _attend(self, q_BTNH, k_BSKH, v_BSKH, visible_BTS) -> jax.Array:
         return attend(
@@ -137,9 +136,8 @@ def masking_of(config: TransformerConfig, *, has_segments: bool) -> str:
     return "capped" if config.attention_softcap else "causal"
 
 
-def is_local(config: TransformerConfig, layer: jax.Array) -> jax.Array:
-    """Whether a layer of a model with a window has it; bool scalar."""
-    every = config.full_attention_every
+def is_local(every: int, layer: jax.Array) -> jax.Array:
+    """Whether a layer has the window of its model, if every n-th has none; bool scalar."""
     return (layer + 1) % every != 0 if every else jnp.array(True)
 
 
@@ -229,7 +227,7 @@ class LayerRotation:
         """Those of one layer."""
         if self.local is None:
             return self.whole
-        has_window = is_local(self.config, layer)
+        has_window = is_local(self.config.full_attention_every, layer)
         return jax.tree.map(lambda a, b: jnp.where(has_window, a, b), self.local, self.whole)
 
 
