@@ -27,6 +27,7 @@ process='
 child=$!
 trap "kill -TERM $child" USR1
 while wait $child; code=$?; kill -0 $child 2>/dev/null; do :; done
+wait $child 2>/dev/null; ended=$?; [ $ended = 127 ] || code=$ended
 [ $code = 0 ] || echo "mpirun.sh: process $OMPI_COMM_WORLD_RANK ended with code $code" >&2
 exit $code'
 
@@ -50,6 +51,10 @@ for ((restarts = 0; ; restarts++)); do
     exec {log}>&-
     [ -z "$asked" ] || ask # it came before there was anything to pass it on to
     while wait "$mpirun"; code=$?; kill -0 "$mpirun" 2>/dev/null; do :; done
+    # A signal ends a wait with a code of its own, and the process may have ended just then.
+    wait "$mpirun" 2>/dev/null
+    ended=$?
+    [ "$ended" = 127 ] || code=$ended
     mpirun=''
     wait "$tee"
     # mpirun does not pass them on. The lowest one is nearest to the cause: 3 of one that met a value

@@ -102,12 +102,16 @@ def test_a_signal_between_two_lives_ends_the_wait(tmp_path):
     assert (tmp_path / "life0").stat().st_size == 3
 
 
-def test_a_signal_before_mpirun_knows_signals_ends_all_with_75(tmp_path):
+@pytest.mark.parametrize("end", ["exec sleep 99", "sleep 0.1; kill -USR1 $$"])
+def test_a_signal_before_mpirun_knows_signals_ends_all_with_75(tmp_path, end):
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/sh\nkill -TERM $PPID\nexec sleep 99\n")
+    mpirun.write_text(f"#!/bin/sh\nkill -TERM $PPID\n{end}\n")
     mpirun.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    code, output = run([*TEMPLATE, *OPTIONS, "--", str(tmp_path), "x.py"], PATH=path)
+    # Slow enough that the second ends between the signal and the look whether it still runs.
+    slow = tmp_path / "slow.sh"
+    slow.write_text('kill() { sleep 0.3; builtin kill "$@"; }\n')
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BASH_ENV": str(slow)}
+    code, output = run([*TEMPLATE, *OPTIONS, "--", str(tmp_path), "x.py"], **variables)
     assert code == ExitCode.PREEMPTED, output
 
 
