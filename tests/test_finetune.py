@@ -5,6 +5,7 @@ import math
 import re
 
 import hugging
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
