@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtrain
+import jaxtrain.program
 from jaxtrain.config import Config, RunConfig, field
 from jaxtrain.errors import (
     CheckpointError,
@@ -167,6 +168,7 @@ def test_trains_in_order(calls, caplog):
             "tx": None,
             "describe": {"order-1 entropy": 2.37},
             "writers": ("writer",),
+            "on_start": None,
             "on_step": print,
         },
     )
