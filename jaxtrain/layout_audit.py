@@ -6,6 +6,7 @@ of a run, the whole table with `--audit`, and the golden tables in the tests are
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -197,20 +198,19 @@ def audit(
     """
     model = as_model(model)
     state = abstract_state(model, optimizer or optax.identity(), ema=ema)
-    return audit_state(
-        state, model.logical_axes, mesh, rules=rules, allow_replicated=allow_replicated
-    )
+    return audit_state(state, model, mesh, rules=rules, allow_replicated=allow_replicated)
 
 
 def audit_state(
     state: TrainState,
-    logical_axes: Any,
+    model: Model,
     mesh: Any,
     *,
     rules: ShardingRules = DEFAULT_RULES,
     allow_replicated: float = DEFAULT_ALLOW_REPLICATED,
 ) -> Audit:
     """`audit` of an abstract state that is there already, on a mesh that may be abstract too."""
+    logical_axes = model.logical_axes
     layouts = param_layouts(state.params, logical_axes, mesh, rules)
     shardings = param_shardings(state.params, logical_axes, mesh, rules)
     groups: list[tuple[str, list[Layout]]] = [("params", layouts)]
@@ -222,7 +222,12 @@ def audit_state(
         )
     storage_axes = {axis for axes in rules.storage.values() for axis in as_axes(axes) or ()}
     split_axes = [a for a in mesh.axis_names if a in storage_axes | {"fsdp"} and mesh.shape[a] > 1]
-    rows = [_row(name, layout, mesh, split_axes) for name, group in groups for layout in group]
+    whole = model.kept_whole and re.compile(model.kept_whole)
+    rows = [
+        _row(name, each, mesh, [] if whole and whole.search(each.path) else split_axes)
+        for name, group in groups
+        for each in group
+    ]
     why = "model state is replicated"
     rows += [
         _row("model_state", Layout(path, leaf.shape, leaf.dtype, None, PartitionSpec(), why), mesh)

@@ -42,8 +42,9 @@ def make_train_step(
     """Makes the pure train step `(state, batch) -> (state, metrics)`. It is not compiled here.
 
     The metrics are float32 scalars: the mean of every name of the loss, and `grad_norm` (before
-    clipping), `param_norm` (after the step), `learning_rate` (if a schedule is given), `weight`
-    (the total weight of the loss, e.g. tokens), `is_applied` and `is_finite` (1 or 0).
+    clipping), `param_norm` (after the step, of what is not frozen), `learning_rate` (if a schedule
+    is given), `weight` (the total weight of the loss, e.g. tokens), `is_applied` and `is_finite`
+    (1 or 0).
 
     Non-finite values: when the loss, the gradient or the new model_state is not finite, the step
     returns params, opt_state, ema_params and model_state as they were; only `step` advances. The
@@ -90,7 +91,9 @@ def make_train_step(
         )
         is_cpu = mesh.devices.flat[0].platform == "cpu"
         new_state = _update(state, grads, model_state, is_applied, tx, ema_decay, frozen, is_cpu)
-        metrics["param_norm"] = tree.global_norm_f32(new_state.params)
+        # What is frozen does not change, and may be nearly all there is to read.
+        _, trained = tree.partition(new_state.params, mask_of(new_state.params, frozen))
+        metrics["param_norm"] = tree.global_norm_f32(trained)
         is_finite = is_applied & jnp.isfinite(metrics["param_norm"])
         metrics["is_applied"] = is_applied.astype(jnp.float32)
         metrics["is_finite"] = is_finite.astype(jnp.float32)

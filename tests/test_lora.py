@@ -10,6 +10,7 @@ import pytest
 from jaxtrain import optim
 from jaxtrain.config import OptimizerConfig, RunConfig
 from jaxtrain.errors import ConfigError
+from jaxtrain.layout_audit import audit
 from jaxtrain.losses import lm_loss
 from jaxtrain.mesh import make_mesh
 from jaxtrain.models.functional import logits
@@ -212,7 +213,10 @@ def test_own_optimizer_leaves_the_base_alone_too():
     state = init_state(model, program.tx, mesh, seed=0)
     before = without_lora(state.params)
     batch = shard_batch(batch_of(), mesh)
-    state, _ = program.compile(batch)(state, batch)
+    state, metrics = program.compile(batch)(state, batch)
+    trained = [leaf for path, leaf in named_leaves(state.params) if is_adapter(path)]
+    norm = np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in trained))
+    np.testing.assert_allclose(metrics.read()["param_norm"], norm, rtol=1e-5)
     for path, leaf in without_lora(state.params).items():
         np.testing.assert_array_equal(leaf, before[path], err_msg=path)
     assert float(jnp.abs(state.params["layers"]["mlp"]["up"]["lora_b"]).max()) > 0
@@ -262,3 +266,14 @@ def test_freezing_all_adapters_is_refused():
     config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(freeze="lora"))
     with pytest.raises(ConfigError, match=r"freeze='lora' matches all 6 parameters that could"):
         program_on("fsdp:1", config)
+
+
+def test_a_plan_and_the_audit_take_adapters_for_no_accident():
+    """B of q has no dim over fsdp, and is a large share of a small model's state."""
+    mesh = make_mesh("fsdp:8")
+    model = transformer(SIZES, lora=LORA)
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    tx = optim.make_optimizer(OptimizerConfig(), params, num_steps=9, frozen=model.frozen)
+    assert audit(model, mesh, tx).replicated_share == 0
+    with pytest.raises(ConfigError, match=r"replicated on every device .*q/lora_b"):
+        audit(dataclasses.replace(model, kept_whole=""), mesh, tx)

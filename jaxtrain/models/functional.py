@@ -49,6 +49,9 @@ class Model:
     frozen: str = ""
     """Regular expression, searched in paths of parameters: those that never train, whatever the
     optimizer; they get no gradient and no optimizer state. Empty: none."""
+    kept_whole: str = ""
+    """Pattern of those that may rest whole on every device of an axis: the audit of the layout does
+    not take that for an accident, nor for their optimizer state. Empty: none."""
     num_padding_params: int = 0
     """Elements of the parameters that only pad the vocabulary; left out of parameter counts."""
     flops_per_token: Callable[[int], float] | None = None

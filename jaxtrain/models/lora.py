@@ -24,6 +24,7 @@ from jaxtrain.models.layers import LORA_A, LORA_B, Projection
 from jaxtrain.models.lora_config import LoraConfig
 
 __all__ = [
+    "ADAPTERS",
     "BASE",
     "adapt",
     "is_adapter",
@@ -35,6 +36,10 @@ __all__ = [
 
 BASE = rf"(?<!/{LORA_A})(?<!/{LORA_B})$"
 """Pattern for the paths of all parameters but A and B."""
+
+ADAPTERS = rf"/({LORA_A}|{LORA_B})$"
+"""Pattern for the paths of A and B. One of them has no dim that rests over fsdp: rank is small, and
+no size that a mesh could be asked to divide."""
 
 
 def is_adapter(path: str) -> bool:

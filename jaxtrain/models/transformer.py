@@ -46,7 +46,7 @@ from jaxtrain.models.layers import (
     normal,
     residual_init,
 )
-from jaxtrain.models.lora import BASE, adapt, is_adapter, keep_base
+from jaxtrain.models.lora import ADAPTERS, BASE, adapt, is_adapter, keep_base
 from jaxtrain.models.lora_config import LoraConfig
 from jaxtrain.models.transformer_checks import check_batch, check_length
 from jaxtrain.models.transformer_config import PRESETS, TransformerConfig
@@ -315,6 +315,7 @@ def transformer(
         init=init,
         apply=apply,
         frozen=BASE if lora.rank else "",
+        kept_whole=ADAPTERS if lora.rank else "",
         logical_axes=logical_axes(skeleton, abstract_params),
         num_padding_params=padding,
         flops_per_token=flops_per_token,

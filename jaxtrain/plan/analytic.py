@@ -130,7 +130,7 @@ class Analysis:
         tx = optimizer_of(config, model, params, experiment.tx)
         ema = config.optimizer.ema_decay > 0
         self._state = abstract_state(model, tx, ema=ema)
-        self._logical_axes = model.logical_axes
+        self._model = model
         # Of the bytes of a stored parameter, when it is gathered.
         self._share = 0.5 if config.precision == "bfloat16" else 1.0
         self.layout = functools.cache(self._layout)
@@ -237,7 +237,7 @@ class Analysis:
         try:
             return audit_state(
                 self._state,
-                self._logical_axes,
+                self._model,
                 abstract,
                 rules=self._rules,
                 allow_replicated=self._config.allow_replicated,
