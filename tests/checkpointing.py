@@ -18,10 +18,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import resume
+from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import CheckpointConfig, RunConfig
 from jaxtrain.state import TrainState
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+HOST = {"samples_seen": 2**40 + 1, "batch_sizes": [[0, 32]], "text": "ü"}
 
 
 def make_mesh(data: int, tensor: int) -> Mesh:
@@ -114,6 +116,32 @@ def train(mesh: Mesh, state, num_steps: int) -> tuple[TrainState, list[float]]:
         state, loss = make_step(mesh)(state, batch(int(state.step)))
         losses.append(float(loss))
     return state, losses
+
+
+def train_and_save(workdir: Path) -> tuple[list[np.ndarray], list[float]]:
+    """Three steps on data 4 x tensor 2, saved: (the state, the losses of the next three)."""
+    mesh = make_mesh(4, 2)
+    state, _ = train(mesh, init_state(mesh), 3)
+    checkpointer = Checkpointer(workdir / "checkpoints")
+    assert checkpointer.save(3, state, HOST)
+    checkpointer.close()
+    saved = to_numpy(state)
+    _, losses = train(mesh, state, 3)
+    return saved, losses
+
+
+def save(checkpointer: Checkpointer, *steps: int, state=None) -> None:
+    """Saves a small state, or `state`, at some steps, and waits."""
+    for step in steps:
+        checkpointer.save(step, state or {"w": jnp.full((64,), float(step))}, {"step": step})
+    checkpointer.wait()
+
+
+def abstract_like(tree):
+    """Shapes, dtypes and shardings of a tree of arrays."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
 
 
 def to_numpy(tree) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpointing import HOST, abstract_like, save, train_and_save
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain import checkpoint
@@ -21,8 +22,6 @@ from jaxtrain import checkpoint_files as files
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.tree import named_leaves
-
-HOST = {"samples_seen": 2**40 + 1, "batch_sizes": [[0, 32]], "text": "ü"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,33 +31,13 @@ def _log(caplog):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Three steps on data 4 x tensor 2, saved; the losses of the next three."""
-    mesh = toy.make_mesh(4, 2)
-    state, _ = toy.train(mesh, toy.init_state(mesh), 3)
     workdir = tmp_path_factory.mktemp("trained")
-    checkpointer = Checkpointer(workdir / "checkpoints")
-    assert checkpointer.save(3, state, HOST)
-    checkpointer.close()
-    saved = toy.to_numpy(state)
-    _, losses = toy.train(mesh, state, 3)
-    return workdir, saved, losses
+    return workdir, *train_and_save(workdir)
 
 
 @pytest.fixture
 def small():
     return {"w": jnp.arange(6.0).reshape(2, 3), "step": jnp.int32(7)}
-
-
-def save(checkpointer, *steps, state=None):
-    for step in steps:
-        checkpointer.save(step, state or {"w": jnp.full((64,), float(step))}, {"step": step})
-    checkpointer.wait()
-
-
-def abstract_like(tree):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
-    )
 
 
 # C1: another mesh

@@ -8,9 +8,9 @@ import threading
 import time
 
 import checkpointing as toy
-import jax
 import jax.numpy as jnp
 import pytest
+from checkpointing import abstract_like, save, train_and_save
 
 from jaxtrain import checkpoint
 from jaxtrain import checkpoint_keep as keep
@@ -18,8 +18,6 @@ from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
-
-HOST = {"samples_seen": 2**40 + 1, "batch_sizes": [[0, 32]], "text": "ü"}
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +27,8 @@ def _log(caplog):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Three steps on data 4 x tensor 2, saved; the losses of the next three."""
-    mesh = toy.make_mesh(4, 2)
-    state, _ = toy.train(mesh, toy.init_state(mesh), 3)
     workdir = tmp_path_factory.mktemp("trained")
-    checkpointer = Checkpointer(workdir / "checkpoints")
-    assert checkpointer.save(3, state, HOST)
-    checkpointer.close()
-    saved = toy.to_numpy(state)
-    _, losses = toy.train(mesh, state, 3)
-    return workdir, saved, losses
-
-
-def save(checkpointer, *steps, state=None):
-    for step in steps:
-        checkpointer.save(step, state or {"w": jnp.full((64,), float(step))}, {"step": step})
-    checkpointer.wait()
-
-
-def abstract_like(tree):
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
-    )
+    return workdir, *train_and_save(workdir)
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import toy
 from jax.sharding import PartitionSpec as P
+from layouts import CUBE, mesh_of, shapes, specs
 
 from jaxtrain.backend import captured_stderr
 from jaxtrain.gradients import make_grad_fn
-from jaxtrain.mesh import make_mesh
 from jaxtrain.sharding import (
     batch_sharding,
     constrain,
@@ -22,21 +22,6 @@ from jaxtrain.sharding import (
     shard_batch,
     use_rules,
 )
-
-CUBE = "data:2,fsdp:2,tensor:2"
-
-
-def mesh_of(text):
-    count = int(np.prod([int(part.split(":")[1]) for part in text.split(",")]))
-    return make_mesh(text, devices=jax.devices()[:count])
-
-
-def shapes(**sizes):
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
-
-
-def specs(tree):
-    return jax.tree.map(lambda sharding: sharding.spec, tree)
 
 
 def partitioned(fn, args, directory):

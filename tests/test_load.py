@@ -7,13 +7,12 @@ import threading
 import jax
 import numpy as np
 import pytest
+from loading import Rows, mesh_of, numbers, take
 
 from jaxtrain.data.batch_placement import BatchPlacement
 from jaxtrain.data.load import Loader, eval_batches
 from jaxtrain.data.order import sample_indices
-from jaxtrain.data.sources import ArrayDataset
 from jaxtrain.errors import ConfigError, DataError
-from jaxtrain.mesh import make_mesh
 from jaxtrain.sharding import batch_sharding
 
 MESHES = {
@@ -27,42 +26,11 @@ MESHES = {
 }
 
 
-def mesh_of(text, num_devices=8):
-    return make_mesh(text, devices=jax.devices()[:num_devices])
-
-
-def numbers(n, **more):
-    """A dataset whose rows say which they are."""
-    arrays = {"id": np.arange(n, dtype=np.int32)} | more
-    return ArrayDataset(arrays, name="numbers")
-
-
-class Rows:
-    """A dataset that runs `act` in each read, and records what it was asked for."""
-
-    fingerprint = "rows"
-    name = "rows"
-
-    def __init__(self, n, act=lambda indices: None):
-        self.n, self.act, self.asked = n, act, []
-
-    def __len__(self):
-        return self.n
-
-    def read(self, indices):
-        self.asked.append(indices)
-        return self.act(indices) or {"id": indices.astype(np.int32)}
-
-
 @pytest.fixture(autouse=True)
 def no_thread_stays():
     yield
     left = [t.name for t in threading.enumerate() if t.name.startswith("the loader")]
     assert not left
-
-
-def take(loader, count):
-    return [next(loader) for _ in range(count)]
 
 
 # Which samples

@@ -15,11 +15,11 @@ import toy
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from layouts import CUBE, mesh_of, shapes, specs
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout_audit import audit
 from jaxtrain.loop import fit
-from jaxtrain.mesh import make_mesh
 from jaxtrain.models.functional import functional
 from jaxtrain.sharding import (
     DEFAULT_RULES,
@@ -35,21 +35,6 @@ from jaxtrain.sharding import (
     shard_batch,
     use_rules,
 )
-
-CUBE = "data:2,fsdp:2,tensor:2"
-
-
-def mesh_of(text):
-    count = int(np.prod([int(part.split(":")[1]) for part in text.split(",")]))
-    return make_mesh(text, devices=jax.devices()[:count])
-
-
-def shapes(**sizes):
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
-
-
-def specs(tree):
-    return jax.tree.map(lambda sharding: sharding.spec, tree)
 
 
 def with_rules(*, storage=None, compute=None, paths=()):
