@@ -67,6 +67,16 @@ def parse[C: Config](
     return build(template, values)
 
 
+def parse_with_paths[C: Config](
+    command: str, words: Sequence[str], config_class: type[C], description: str | None
+) -> tuple[C, list[str]]:
+    """What a `jaxtrain` command is given: (its flags, which begin with -, and all else)."""
+    options = [word for word in words if word.startswith("-")]
+    paths = [word for word in words if not word.startswith("-")]
+    argv = [f"jaxtrain {command}", *options]
+    return parse(argv, config_class, description=description or ""), paths
+
+
 class _Alias(flags.Flag[str]):
     """A second name of a flag: what it is given goes to the other one, the last one counts."""
 

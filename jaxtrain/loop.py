@@ -55,6 +55,7 @@ from jaxtrain.profiling import ProfileWindow
 from jaxtrain.program import train_program
 from jaxtrain.progress import Progress, setup_logging
 from jaxtrain.sharding import DEFAULT_RULES, ShardingRules
+from jaxtrain.start import samples_at
 from jaxtrain.state import TrainState, init_state, num_params
 from jaxtrain.step import PackedMetrics
 from jaxtrain.step_clock import StepClock
@@ -403,7 +404,7 @@ def fit(
                 checkpoint_seconds=clock.checkpoint_seconds,
             )
             run_files.write_report(config)
-    samples_seen = resume.samples_at(step, start.batch_sizes)
+    samples_seen = samples_at(step, start.batch_sizes)
     return FitResult(state, step, samples_seen, status, metrics, eval_metrics)
 
 

@@ -39,8 +39,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxtrain import checkpoint_files as files
 from jaxtrain.agreement import from_primary, together
@@ -51,64 +49,18 @@ from jaxtrain.config import (
     RunConfig,
     resume_differences,
     to_dict,
-    versions,
 )
-from jaxtrain.data.order import ORDER_VERSION
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.hf.configs import is_model_directory
-from jaxtrain.hf.keep import pass_on
-from jaxtrain.tree import path_str
+from jaxtrain.restore_from import absolute_source, begin_elsewhere
+from jaxtrain.start import Start, list_steps, newest_record, restore_newest, start_at
 
 _logger = logging.getLogger("jaxtrain")
 
-IMPORTED = "imported_from"
-"""In the origin of a checkpoint: the directory of the model that it was imported from."""
-
-_ALL_BUT_PARAMS = "^(opt_state|ema_params|step$|key$)|/lora_[ab]$"
 _MARK_SECONDS = 10.0
 _WAYS_OUT = (
     "continue it with --resume=auto, give another --workdir, or delete its checkpoints and start "
     "anew with --checkpoint.overwrite"
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
-    """What a run begins with."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    state: Any = None
-    """The restored state, on the devices; None: the initial values."""
-    batch_sizes: tuple[tuple[int, int], ...]
-    """(first step, rows of a step) of every stretch, the one that begins now included."""
-    host: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The record saved with the state; empty for the initial values."""
-    origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """How this run began: `restore_from`, the step it `went_back_to`, whether it `overwrote`."""
-
-    @property
-    def samples_seen(self) -> int:
-        """Rows consumed so far: the position in the data."""
-        return samples_at(self.step, self.batch_sizes)
-
-    def record(self, config: RunConfig, step: int, **extra: Any) -> dict[str, Any]:
-        """What is saved beside the state of a later step, as JSON.
-
-        Args:
-            config: of the run.
-            step: of the checkpoint.
-            **extra: further values, e.g. `nonfinite`.
-        """
-        return {
-            "samples_seen": samples_at(step, self.batch_sizes),
-            "batch_sizes": [list(stretch) for stretch in self.batch_sizes],
-            "order_version": ORDER_VERSION,
-            "origin": dict(self.origin),
-            "config": to_dict(config),
-            "versions": versions(),
-            **extra,
-        }
 
 
 class NoCheckpoints:
@@ -131,21 +83,6 @@ class NoCheckpoints:
 
     def leave(self, kind: Any, error: BaseException | None, stack: Any) -> None:
         """Nothing is open."""
-
-
-def samples_at(step: int, batch_sizes: Sequence[Sequence[int]]) -> int:
-    """Rows consumed after `step` steps: a Python int, so it never overflows.
-
-    Args:
-        step: optimizer steps done.
-        batch_sizes: (first step, rows of a step) of every stretch, the first from step 0.
-    """
-    ends = [first for first, _ in batch_sizes[1:]] + [step]
-    return sum(
-        size * (min(end, step) - first)
-        for (first, size), end in zip(batch_sizes, ends, strict=True)
-        if first < step
-    )
 
 
 def begin(
@@ -177,7 +114,7 @@ def begin(
     if not config.workdir:
         if config.resume == "must":
             raise ConfigError("resume=must needs a workdir; there is nothing to resume from.")
-        return NoCheckpoints(), _start_elsewhere(config, abstract, init)
+        return NoCheckpoints(), begin_elsewhere(config, abstract, init)
     directory = _prepare(config.workdir) / "checkpoints"
     _logger.info("workdir %s", directory.parent)
     checkpointer = Checkpointer(
@@ -196,7 +133,7 @@ def begin(
         _logger.warning(
             "checkpoint.overwrite: deleting the checkpoints of the earlier run in %s, steps %s",
             directory,
-            _list(steps),
+            list_steps(steps),
         )
         checkpointer.delete(steps)
     elif not options.overwrite and found.broken:
@@ -210,7 +147,7 @@ def begin(
             f"resume=must, but {directory} holds no checkpoint; give the --workdir of a run that "
             "has some, or leave --resume=must out to start from the initial values."
         )
-    start = _start_elsewhere(config, abstract, init)
+    start = begin_elsewhere(config, abstract, init)
     if options.overwrite and config.resume == "never":
         start = dataclasses.replace(start, origin={**start.origin, "overwrote": True})
     preload()
@@ -237,7 +174,7 @@ def load(
     if step < 0 and named_step is not None:
         step = named_step
     steps = [step] if step >= 0 else from_primary(checkpointer.committed_steps)
-    step, state, host = _restore(checkpointer, steps, abstract, subset=True)
+    step, state, host = restore_newest(checkpointer, steps, abstract, subset=True)
     _logger.info("restored step %d from %s", step, directory)
     return state, host, step
 
@@ -279,7 +216,7 @@ def _is_to_be_replaced(
 ) -> bool:
     """Whether the whole checkpoints make way for a new run; an error if they stand in its way."""
     options = config.checkpoint
-    newest, host = _newest_record(checkpointer, steps)
+    newest, host = newest_record(checkpointer, steps)
     place = f"{checkpointer.directory} holds checkpoints up to step {newest}"
     fixed, _ = resume_differences(host.get("config", to_dict(config)), config)
     trained_on = host.get("data_fingerprint", data_fingerprint)
@@ -307,7 +244,7 @@ def _is_to_be_replaced(
             "the old values, another --workdir, or delete its checkpoints and start anew with "
             "--checkpoint.overwrite."
         )
-    elif options.restore_from and _source(options.restore_from) != source:
+    elif options.restore_from and absolute_source(options.restore_from) != source:
         refusal = (
             f"checkpoint.restore_from={options.restore_from}, but {place} of a run that started "
             f"from {source or 'its initial values'}; leave the flag out to continue that run, "
@@ -320,19 +257,6 @@ def _is_to_be_replaced(
     return True
 
 
-def _newest_record(checkpointer: Checkpointer, steps: Sequence[int]) -> tuple[int, dict[str, Any]]:
-    """(step, what was saved beside it) of the newest step that has a record which can be read.
-
-    Where none has, the newest step and {}: the restore will say what is wrong.
-    """
-    for step in sorted(steps, reverse=True):
-        try:
-            return step, checkpointer.read_host(step)
-        except files.BrokenCheckpointError:
-            continue
-    return max(steps), {}
-
-
 def _continue(
     config: RunConfig, checkpointer: Checkpointer, steps: Sequence[int], abstract: Any
 ) -> Start:
@@ -342,7 +266,7 @@ def _continue(
     newer: list[int] = []
     goes_back = False
     if wanted >= 0 and not options.restore_from:
-        _, host = from_primary(lambda: _newest_record(checkpointer, steps))
+        _, host = from_primary(lambda: newest_record(checkpointer, steps))
         origin = host.get("origin", {})
         if newest > wanted and origin.get("went_back_to") == wanted:
             _logger.info("this run went back to step %d already; it continues", wanted)
@@ -354,13 +278,13 @@ def _continue(
     if newer and not options.overwrite:
         raise ConfigError(
             f"checkpoint.restore_step={wanted}, but {checkpointer.directory} holds the newer steps "
-            f"{_list(newer)}, which would be written again; delete them with "
+            f"{list_steps(newer)}, which would be written again; delete them with "
             "--checkpoint.overwrite, or give another --workdir and --checkpoint.restore_from."
         )
-    step, state, host = _restore(checkpointer, steps, abstract)
+    step, state, host = restore_newest(checkpointer, steps, abstract)
     origin = dict(host.get("origin", {}))
     if newer:
-        _logger.warning("checkpoint.overwrite: deleting the newer steps %s", _list(newer))
+        _logger.warning("checkpoint.overwrite: deleting the newer steps %s", list_steps(newer))
         checkpointer.delete(newer)
     if goes_back:  # also if an earlier start has deleted them and saved nothing
         origin["went_back_to"] = step
@@ -370,126 +294,4 @@ def _continue(
     end = config.num_steps
     done = f"{step} of {end}" if step <= end else f"{step}, already past num_steps={end}"
     _logger.info("resumed from step %s", done)
-    return _start(config, step, state, host, origin)
-
-
-def _start_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] | None) -> Start:
-    """Begins from another run's checkpoint if the flags name one, else from nothing."""
-    options = config.checkpoint
-    if not options.restore_from:
-        if options.restore_step >= 0:
-            raise CheckpointError(
-                f"checkpoint.restore_step={options.restore_step}, but there is no checkpoint in "
-                f"{config.workdir or 'a run without workdir'}; give --checkpoint.restore_from, or "
-                "the --workdir of a run that has some."
-            )
-        _logger.info("no checkpoint yet: starting from the initial values")
-        return Start(batch_sizes=((0, config.global_batch_size),))
-    path = files.absolute(options.restore_from, "checkpoint.restore_from")
-    if from_primary(lambda: is_model_directory(path)):
-        from jaxtrain.hf import importing  # brings the transformer, which not every run has
-
-        state = importing.begin_from(path, config, abstract, init)
-        origin = {"restore_from": _source(options.restore_from)}
-        return _start(config, 0, state, {}, origin)
-    directory, named_step = files.locate(options.restore_from, "checkpoint.restore_from")
-    source = Checkpointer(directory, read_only=True)
-    step = options.restore_step if options.restore_step >= 0 else named_step
-    steps = from_primary(source.committed_steps) if step is None else [step]
-    partial = options.partial_restore
-    is_imported = from_primary(lambda: _is_imported(source, steps))
-    if is_imported and not partial:
-        partial = _ALL_BUT_PARAMS
-    # A base of LoRA may be kept in fewer bits than the checkpoint has.
-    found = from_primary(lambda: _dtypes(source, steps))
-    wanted = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _as_found(leaf, found.get(f"params/{path_str(path)}", "")),
-        abstract.params,
-    )
-    step, state, host = _restore(
-        source, steps, abstract.replace(params=wanted), partial=partial, initial=init
-    )
-    params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state.params, abstract.params)
-    state = state.replace(params=params)
-    if is_imported and state.ema_params is not None:
-        state = state.replace(ema_params=jax.tree.map(jnp.copy, state.params))
-    from_primary(lambda: pass_on(directory.parent, config.workdir))
-    begins_at = int(np.asarray(state.step))
-    _logger.info("restored step %d from %s; the run begins at step %d", step, directory, begins_at)
-    origin = {"restore_from": _source(options.restore_from)}
-    return _start(config, begins_at, state, host if begins_at == step else {}, origin)
-
-
-def _dtypes(source: Checkpointer, steps: Sequence[int]) -> dict[str, str]:
-    """Path -> dtype of the arrays of the newest step that can be read."""
-    for step in sorted(steps, reverse=True):
-        try:
-            return {name: array.dtype for name, array in source.manifest(step).arrays.items()}
-        except files.BrokenCheckpointError:
-            continue
-    return {}
-
-
-def _as_found(leaf: jax.ShapeDtypeStruct, dtype: str) -> jax.ShapeDtypeStruct:
-    """A parameter as it is read: in float32 if the checkpoint has more bits than the run keeps."""
-    is_longer = dtype == "float32" and leaf.dtype == jnp.bfloat16
-    return leaf.update(dtype=jnp.float32) if is_longer else leaf
-
-
-def _is_imported(source: Checkpointer, steps: Sequence[int]) -> bool:
-    """Whether a checkpoint is what `jaxtrain import-hf` wrote: parameters and nothing else."""
-    _, host = _newest_record(source, steps) if steps else (0, {})
-    return IMPORTED in host.get("origin", {})
-
-
-def _restore(
-    checkpointer: Checkpointer, steps: Sequence[int], abstract: Any, **options: Any
-) -> tuple[int, Any, dict[str, Any]]:
-    """Restores the newest of `steps` that all processes can read; says which not, and why."""
-    unreadable: list[int] = []
-    for step in sorted(steps, reverse=True):
-        host, state = {}, None
-        try:
-            with together():
-                host = checkpointer.read_host(step)
-                state = checkpointer.restore(step, abstract, **options)
-        except files.BrokenCheckpointError as error:
-            if len(steps) == 1:
-                raise
-            _logger.warning("%s The step before it is taken.", error)
-            unreadable.append(step)
-            continue
-        # Only now: as long as nothing else is found they stay where they are, or the next start
-        # would find an empty directory and begin from scratch.
-        for other in unreadable if not checkpointer.read_only else ():
-            checkpointer.set_aside(other)
-        return step, state, host
-    raise CheckpointError(
-        f"{checkpointer.directory} holds no checkpoint that can be read; damaged: "
-        f"{_list([*unreadable, *checkpointer.scan().broken]) or 'none'}."
-    )
-
-
-def _start(
-    config: RunConfig, step: int, state: Any, host: Mapping[str, Any], origin: Mapping[str, Any]
-) -> Start:
-    """Puts the batch size of this run behind those of the checkpoint."""
-    version = host.get("order_version", ORDER_VERSION)
-    if version != ORDER_VERSION:
-        raise CheckpointError(
-            f"checkpoint step {step} was trained on samples in order {version}, this version of "
-            f"jaxtrain has order {ORDER_VERSION}; resume with the version that wrote it "
-            f"({host.get('versions', {}).get('jaxtrain', 'unknown')})."
-        )
-    history = [(first, size) for first, size in host.get("batch_sizes", [])]
-    if not history or history[-1][1] != config.global_batch_size:
-        history.append((step if history else 0, config.global_batch_size))
-    return Start(step=step, state=state, batch_sizes=tuple(history), host=host, origin=origin)
-
-
-def _source(path: str) -> str:
-    return str(files.absolute(path, "checkpoint.restore_from"))
-
-
-def _list(steps: Sequence[int]) -> str:
-    return ", ".join(str(step) for step in sorted(steps))
+    return start_at(config, step, state, host, origin)

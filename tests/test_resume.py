@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from jaxtrain import checkpoint_files as files
-from jaxtrain import checkpoint_orbax, resume
+from jaxtrain import checkpoint_orbax, resume, start
 from jaxtrain.checkpoint import Checkpointer
 from jaxtrain.config import record_reads, unread
 from jaxtrain.errors import CheckpointError, ConfigError, OutputError
+from jaxtrain.start import samples_at
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -233,7 +234,7 @@ def test_another_model_is_refused(workdir):
 
 
 def test_another_order_of_samples_is_refused(workdir, monkeypatch):
-    monkeypatch.setattr(resume, "ORDER_VERSION", 2)
+    monkeypatch.setattr(start, "ORDER_VERSION", 2)
     with pytest.raises(CheckpointError, match="order 1, this version of jaxtrain has order 2"):
         begin(toy.config(workdir))
 
@@ -242,12 +243,12 @@ def test_another_order_of_samples_is_refused(workdir, monkeypatch):
 
 
 def test_samples_at():
-    assert resume.samples_at(0, [(0, 32)]) == 0
-    assert resume.samples_at(10, [(0, 32)]) == 320
-    assert resume.samples_at(10, [(0, 32), (4, 64)]) == 4 * 32 + 6 * 64
-    assert resume.samples_at(3, [(0, 32), (4, 64)]) == 96
-    assert resume.samples_at(4, [(0, 32), (4, 64)]) == 128
-    assert resume.samples_at(2**31, [(0, 2**13), (2**30, 2**14)]) == 2**43 + 2**44
+    assert samples_at(0, [(0, 32)]) == 0
+    assert samples_at(10, [(0, 32)]) == 320
+    assert samples_at(10, [(0, 32), (4, 64)]) == 4 * 32 + 6 * 64
+    assert samples_at(3, [(0, 32), (4, 64)]) == 96
+    assert samples_at(4, [(0, 32), (4, 64)]) == 128
+    assert samples_at(2**31, [(0, 2**13), (2**30, 2**14)]) == 2**43 + 2**44
 
 
 def test_the_position_follows_the_history_of_batch_sizes(tmp_path):

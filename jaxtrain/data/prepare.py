@@ -73,9 +73,7 @@ def run(words: Sequence[str]) -> None:
         ConfigError: for arguments that cannot work, and an OUT that holds something else.
         DataError: for text that cannot be used.
     """
-    options = [word for word in words if word.startswith("-")]
-    paths = [word for word in words if not word.startswith("-")]
-    config = flags.parse(["jaxtrain prepare", *options], PrepareConfig, description=__doc__ or "")
+    config, paths = flags.parse_with_paths("prepare", words, PrepareConfig, __doc__)
     if len(paths) < 2:
         raise ConfigError(
             f"jaxtrain prepare takes SOURCE ... OUT, at least two paths, and flags as --name=value;"

@@ -59,11 +59,7 @@ def one_directory[C: Config](
     command: str, words: Sequence[str], config_class: type[C], description: str | None
 ) -> tuple[C, Path]:
     """Flags, and the only argument of a command: DIR."""
-    options = [word for word in words if word.startswith("-")]
-    paths = [word for word in words if not word.startswith("-")]
-    config = flags.parse(
-        [f"jaxtrain {command}", *options], config_class, description=description or ""
-    )
+    config, paths = flags.parse_with_paths(command, words, config_class, description)
     if len(paths) != 1:
         raise ConfigError(
             f"jaxtrain {command} takes one DIR, and flags as --name=value; got "
@@ -84,7 +80,7 @@ def import_model(directory: Path, config: ImportConfig) -> str:
     from jaxtrain.data.order import ORDER_VERSION
     from jaxtrain.mesh import make_mesh
     from jaxtrain.output_files import replace_file
-    from jaxtrain.resume import IMPORTED
+    from jaxtrain.restore_from import IMPORTED
 
     if not config.workdir:
         raise ConfigError("jaxtrain import-hf needs --workdir, the directory of the run to make.")
