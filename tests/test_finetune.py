@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experimenting import eval_records, start, succeed, train_records
+from experimenting import ROOT, TINY, eval_records, start, succeed, train_records, write_text
 
 from jaxtrain import cli
 from jaxtrain.models.lora_config import LoraConfig
-from jaxtrain.models.transformer import transformer
+from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.runs import load_params
 from jaxtrain.tree import named_leaves
 
@@ -149,3 +149,24 @@ def test_full_and_frozen_fine_tuning(model, chats, tmp_path):
     }
     assert moved == after.keys() - {"embed/embedding"}
     assert config.tie_embeddings
+
+
+def test_a_run_of_jaxtrain_is_adapted(tmp_path):
+    """As docs/finetuning.md has it: what the run does not have stays at its initial values."""
+    text = write_text(tmp_path / "text.txt")
+    succeed("train_lm", *TINY, "--num_steps=1", f"--data.source={text}", f"--workdir={tmp_path}/a")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(f'{{"prompt": "{n} ", "completion": "x{n}"}}\n' for n in range(60)))
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    (pattern,) = re.findall(r"--checkpoint.partial_restore='(.*?)'", page)
+    succeed(
+        *("finetune_lm", *TINY, "--num_steps=1", "--lora.rank=2", "--sample_tokens=0"),
+        *(f"--data.source={pairs}", "--data.tokenizer=bytes", f"--workdir={tmp_path}/b"),
+        *(f"--checkpoint.restore_from={tmp_path}/a", f"--checkpoint.partial_restore={pattern}"),
+    )
+    sizes = TransformerConfig(num_layers=2, embed_dim=32, mlp_dim=64)
+    base = dict(named_leaves(load_params(transformer(sizes), tmp_path / "a")))
+    adapted = transformer(sizes, lora=LoraConfig(rank=2))
+    for path, leaf in named_leaves(load_params(adapted, tmp_path / "b")):
+        if path in base:
+            np.testing.assert_array_equal(leaf, jnp.asarray(base[path], jnp.bfloat16), path)
