@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxtrain import phases
 from jaxtrain.output_files import writing
 
 _logger = logging.getLogger("jaxtrain")
 
+_POLL_SECONDS = 0.2
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
@@ -45,6 +47,29 @@ def lock_file(path: Path, refuse: Callable[[str], Exception]) -> Iterator[None]:
             _write(file, {})
     finally:
         os.close(file)
+
+
+def when_free[T](
+    attempt: Callable[[], T], held: type[Exception], say: Callable[[Exception], None]
+) -> T:
+    """What `attempt` returns, which is called again as long as it raises `held`.
+
+    Args:
+        attempt: takes a lock.
+        held: says that another process has it.
+        say: called with the first of these errors.
+    """
+    is_said = False
+    while True:
+        try:
+            return attempt()
+        except held as error:
+            if not is_said:
+                say(error)
+                is_said = True
+        # Whoever waits is not stuck, as long as the one who holds the lock is not.
+        phases.report(phases.Phase.START)
+        time.sleep(_POLL_SECONDS)
 
 
 def _take(file: int, path: Path, refuse: Callable[[str], Exception]) -> None:

@@ -83,12 +83,12 @@ def train_program(
     """
     abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
     _check_sizes(model, abstract_params, config, mesh, rules)
-    learning_rate = frozen = None
-    if tx is None:
-        frozen = optim.frozen_mask(config.optimizer, abstract_params, model.frozen)
-        learning_rate = optim.learning_rate_schedule(config.optimizer, config.num_steps)
-    elif model.frozen:
-        frozen = optim.frozen_mask(OptimizerConfig(), abstract_params, model.frozen)
+    is_own = tx is not None
+    options = OptimizerConfig() if is_own else config.optimizer
+    frozen = optim.frozen_mask(options, abstract_params, model.frozen)
+    learning_rate = (
+        None if is_own else optim.learning_rate_schedule(config.optimizer, config.num_steps)
+    )
     tx = optimizer_of(config, model, abstract_params, tx)
     ema_decay = config.optimizer.ema_decay
     ema = ema_decay > 0

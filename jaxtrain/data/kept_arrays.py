@@ -19,14 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.errors import DataError, OutputError
-from jaxtrain.file_lock import lock_file
+from jaxtrain.file_lock import lock_file, when_free
 from jaxtrain.output_files import sync
 
 HEADER_BYTES = 4096
 _CHECKSUM_DIGITS = 8
 _ALIGNMENT = 64
 _PIECE = 2**24
-_POLL_SECONDS = 0.2
 _NOT_KEPT = "%s is not kept: %s; the next start makes it again"
 
 _log = logging.getLogger(__name__)
@@ -48,25 +47,28 @@ def kept_arrays(path: Path, make: Callable[[], Arrays]) -> Arrays:
         path: its name tells these arrays from all others.
         make: makes them.
     """
-    said, lock = False, path.with_name(f".{path.name}.lock")
-    while (arrays := _map(path)) is None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with lock_file(lock, _BeingMadeError):
-                try:
-                    return _map(path) or _make(path, make)
-                finally:
-                    # Who still waits for this lock looks for the arrays when he has it.
-                    lock.unlink(missing_ok=True)
-        except _BeingMadeError as error:
-            if not said:
-                _log.info("waiting for %s, which %s makes", path, error)
-                said = True
-            time.sleep(_POLL_SECONDS)
-        except (OSError, OutputError) as error:
-            _log.warning(_NOT_KEPT, path, error)
-            return make()
-    return arrays
+    lock = path.with_name(f".{path.name}.lock")
+
+    def attempt() -> Arrays:
+        if (arrays := _map(path)) is not None:
+            return arrays
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with lock_file(lock, _BeingMadeError):
+            try:
+                return _map(path) or _make(path, make)
+            finally:
+                # Who still waits for this lock looks for the arrays when he has it.
+                lock.unlink(missing_ok=True)
+
+    try:
+        return when_free(
+            attempt,
+            _BeingMadeError,
+            lambda holder: _log.info("waiting for %s, which %s makes", path, holder),
+        )
+    except (OSError, OutputError) as error:
+        _log.warning(_NOT_KEPT, path, error)
+        return make()
 
 
 def _make(path: Path, make: Callable[[], Arrays]) -> Arrays:

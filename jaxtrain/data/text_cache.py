@@ -14,20 +14,18 @@ import json
 import logging
 import os
 import shutil
-import time
 from pathlib import Path
 
 from jaxtrain import phases
 from jaxtrain.data.counts import parse_on_error
-from jaxtrain.data.manifest import MANIFEST
+from jaxtrain.data.manifest import MANIFEST, Manifest
 from jaxtrain.data.prepare import PrepareConfig, make_plan
 from jaxtrain.data.prepare_plan import Plan
 from jaxtrain.data.prepare_shards import BeingPreparedError, make_shards
 from jaxtrain.data.tokenizing import ByteTokenizer
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.file_lock import when_free
 from jaxtrain.units import nbytes, several
-
-_POLL_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -90,32 +88,26 @@ def _make(out: Path, plan: Plan, on_error: str, max_bytes: int) -> None:
         if max_bytes and used + tokens > max_bytes:
             raise _FullError
 
-    said = False
-    while True:
-        try:
-            manifest = make_shards(
-                str(out),
-                plan,
-                ByteTokenizer(),
-                name=ByteTokenizer.name,
-                on_error=on_error,
-                on_progress=on_progress,
-            )
-            break
-        except _FullError:
-            shutil.rmtree(out, ignore_errors=True)
-            raise ConfigError(
-                f"data.cache_dir={out.parent} may have data.cache_gib={max_bytes / 2**30:g}, and"
-                f" the text needs more than the {nbytes(max(0, max_bytes - used))} that are left"
-                f" (about {nbytes(about)}); raise it, or delete what no run needs any more from"
-                f" {out.parent}, which holds {nbytes(used)}"
-            ) from None
-        except BeingPreparedError as error:
-            if not said:
-                _log.info("waiting: %s", error)
-                said = True
-            phases.report(phases.Phase.START, 0)
-            time.sleep(_POLL_SECONDS)
+    def attempt() -> Manifest:
+        return make_shards(
+            str(out),
+            plan,
+            ByteTokenizer(),
+            name=ByteTokenizer.name,
+            on_error=on_error,
+            on_progress=on_progress,
+        )
+
+    try:
+        manifest = when_free(attempt, BeingPreparedError, lambda e: _log.info("waiting: %s", e))
+    except _FullError:
+        shutil.rmtree(out, ignore_errors=True)
+        raise ConfigError(
+            f"data.cache_dir={out.parent} may have data.cache_gib={max_bytes / 2**30:g}, and the"
+            f" text needs more than the {nbytes(max(0, max_bytes - used))} that are left (about"
+            f" {nbytes(about)}); raise it, or delete what no run needs any more from {out.parent},"
+            f" which holds {nbytes(used)}"
+        ) from None
     _log.info("unpacked into %s, %s", out, nbytes(manifest.tokens))
 
 
