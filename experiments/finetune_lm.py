@@ -3,8 +3,7 @@
 python experiments/finetune_lm.py --model=DIR --checkpoint.restore_from=DIR --lora.rank=8 \\
     --data.source=chats.jsonl --workdir=runs/tuned
 
-Says loss, perplexity and an answer before and after. Without --lora.rank all parameters train. What
-40 steps of SmolLM2-135M take and give on 2 cores is in docs/finetuning.md.
+Says loss, perplexity and an answer before and after. Without --lora.rank all parameters train.
 """
 
 import dataclasses

@@ -216,10 +216,19 @@ def losses(tmp_path_factory):
     return [record["loss"] for record in looping.train_records(workdir)]
 
 
-def assert_went_on(tmp_path, log, losses):
+def said(tmp_path):
+    """What each process of the job that is `held` has said."""
+    return [path.read_text() for path in sorted(tmp_path.glob("*.err"))]
+
+
+def wait_for_saving(tmp_path):
+    wait_until(lambda: all("finishing the step, then saving" in text for text in said(tmp_path)))
+
+
+def assert_went_on(tmp_path, losses):
     """The second life began with a checkpoint of the first, and the run is the undisturbed one."""
-    resumed = re.search(rf"resumed from step (\d+) of {STEPS}", log.read_text())
-    assert resumed, log.read_text()
+    resumed = re.search(rf"resumed from step (\d+) of {STEPS}", said(tmp_path)[0])
+    assert resumed, said(tmp_path)
     assert 5 <= int(resumed[1]) < STEPS
     records = looping.train_records(tmp_path / "run")
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
@@ -228,10 +237,18 @@ def assert_went_on(tmp_path, log, losses):
 
 @pytest.fixture
 def held(slurm, tmp_path):
-    """(id, log, release) of a job of the toy whose processes wait in the eighth batch."""
+    """(id, log, release) of a job of the toy whose processes wait in the eighth batch.
+
+    What they say on standard error goes into `said(tmp_path)`, because an srun that Slurm ends
+    together with the job drops what it has not yet passed on.
+    """
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" 2>>{tmp_path}/$SLURM_PROCID.err\n')
+    python.chmod(0o755)
     variables = {"TOY_AT": "read 8 hold", "TOY_FIFO": str(fifo), "PYTHONUNBUFFERED": "1"}
+    variables["PYTHON"] = str(python)
     job, log = submit(slurm, tmp_path, TESTS / TOY, *TOY_WORDS, **variables)
     wait_until(lambda: log.read_text().count("at read 8") == 2)
 
@@ -249,19 +266,17 @@ def test_a_job_that_is_stopped_goes_on(slurm, tmp_path, losses, held, how):
         call(["scancel", "--signal=TERM", f"{job}.0"], slurm)
     else:
         call(["scontrol", "requeue", job], slurm)
-    # One of them is enough: they stop together. Slurm may drop what the other says.
-    wait_until(lambda: "finishing the step, then saving" in log.read_text())
+    wait_for_saving(tmp_path)
     release()
     assert ended(slurm, job) == ("COMPLETED", 0, 1), log.read_text()
     assert ("code 75, requeued (time 1)" in log.read_text()) == (how == "scancel")
-    assert_went_on(tmp_path, log, losses)
+    assert_went_on(tmp_path, losses)
 
 
-def test_a_job_that_is_cancelled_is_not_requeued(slurm, held):
+def test_a_job_that_is_cancelled_is_not_requeued(slurm, tmp_path, held):
     job, log, release = held
     call(["scancel", job], slurm)
-    # One of them is enough: they stop together. Slurm may drop what the other says.
-    wait_until(lambda: "finishing the step, then saving" in log.read_text())
+    wait_for_saving(tmp_path)
     release()
     assert ended(slurm, job)[::2] == ("CANCELLED", 0), log.read_text()
     assert "requeued" not in log.read_text()
