@@ -209,10 +209,11 @@ def steps_in(workdir) -> list[int]:
 
 
 def snapshot(directory) -> dict[str, tuple[int, int]]:
-    """Every file below a directory with size and time of change."""
+    """All below a directory but the run's lock, with size and time of change."""
     return {
         str(path.relative_to(directory)): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(Path(directory).rglob("*"))
+        if path.name != ".lock"
     }
 
 

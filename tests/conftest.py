@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 # XLA reads these when the backend starts, so they come before the first jax call.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,6 +30,13 @@ def handlers_stay():
     for number, handler in before.items():
         signal.signal(number, handler)
     assert after == before
+
+
+@pytest.fixture
+def no_loader_thread_stays():
+    yield
+    left = [t.name for t in threading.enumerate() if t.name.startswith("the loader")]
+    assert not left
 
 
 @pytest.fixture(scope="session", autouse=True)

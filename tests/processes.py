@@ -30,6 +30,14 @@ def environment(at=""):
     return variables
 
 
+def wait_until(is_so, *, every=0.1):
+    """Returns when `is_so()`, which is asked every so many seconds."""
+    deadline = time.monotonic() + TIMEOUT
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(every)
+
+
 class Programs:
     """The compile cache of one run: what earlier runs of these tests compiled, and room for more.
 

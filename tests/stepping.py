@@ -3,13 +3,11 @@
 Shapes: R rows, D features, H hidden units, T tokens.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from layouts import mesh_of
 
-from jaxtrain.mesh import make_mesh
 from jaxtrain.models.functional import as_model
 from jaxtrain.sharding import shard_batch
 from jaxtrain.state import abstract_state, state_shardings
@@ -27,12 +25,6 @@ LAYOUTS = {
     f"{HYBRID}, accumulated": (HYBRID, 4),
 }
 """Name -> (mesh, accumulate_steps)"""
-
-
-@functools.cache
-def mesh_of(sizes):
-    count = int(np.prod([int(part.split(":")[1]) for part in sizes.split(",")]))
-    return make_mesh(sizes, devices=jax.devices()[:count])
 
 
 def new_state(model, tx, mesh, ema=False):

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stepping import HYBRID, mesh_of
+from layouts import mesh_of
+from stepping import HYBRID
 
 from jaxtrain.data import load
 from jaxtrain.errors import ConfigError, DataError

@@ -5,32 +5,21 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import toy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from layouts import CUBE, mesh_of, shapes
 
 from jaxtrain.errors import ConfigError
 from jaxtrain.layout_audit import audit
-from jaxtrain.mesh import make_mesh
 from jaxtrain.models.transformer import PRESETS, TransformerConfig, transformer
 from jaxtrain.sharding import (
     param_shardings,
 )
 
-CUBE = "data:2,fsdp:2,tensor:2"
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-
-
-def mesh_of(text):
-    count = int(np.prod([int(part.split(":")[1]) for part in text.split(",")]))
-    return make_mesh(text, devices=jax.devices()[:count])
-
-
-def shapes(**sizes):
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
 
 
 def test_audit_counts_bytes_per_device():

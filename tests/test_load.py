@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import threading
 
 import jax
 import numpy as np
@@ -15,6 +14,8 @@ from jaxtrain.data.order import sample_indices
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.sharding import batch_sharding
 
+pytestmark = pytest.mark.usefixtures("no_loader_thread_stays")
+
 MESHES = {
     "1 device": ("data:1", 1),
     "data 2": ("data:2", 2),
@@ -24,13 +25,6 @@ MESHES = {
     "data 2, fsdp 2, tensor 2": ("data:2,fsdp:2,tensor:2", 8),
     "tensor 8": ("tensor:8", 8),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays():
-    yield
-    left = [t.name for t in threading.enumerate() if t.name.startswith("the loader")]
-    assert not left
 
 
 # Which samples

@@ -9,6 +9,7 @@ import looping
 import numpy as np
 import optax
 import pytest
+from checkpointing import snapshot
 from looping import (
     NOISY,
     assert_bit_equal,
@@ -155,11 +156,6 @@ def test_the_last_step_is_saved_whatever_the_cadence(tmp_path):
     """Case C4 a."""
     fit(config(tmp_path, num_steps=10, every_steps=4))
     assert saved_steps(tmp_path) == [4, 8, 10]
-
-
-def snapshot(directory):
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
-    return {path: path.stat().st_mtime_ns for path in files}
 
 
 def test_a_complete_run_is_left_alone(tmp_path, caplog):

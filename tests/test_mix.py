@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_load import mesh_of, numbers, take
+from loading import mesh_of, numbers, take
 
 from jaxtrain.data.load import Loader, eval_batches
 from jaxtrain.data.mix import PERIOD, MixedDataset, Mixture, laid_out, normalised, source_seed

@@ -18,12 +18,7 @@ from jaxtrain.data.load import Loader
 from jaxtrain.data.prefetch import Interrupted, Prefetcher, interrupt
 from jaxtrain.errors import DataError
 
-
-@pytest.fixture(autouse=True)
-def no_thread_stays():
-    yield
-    left = [t.name for t in threading.enumerate() if t.name.startswith("the loader")]
-    assert not left
+pytestmark = pytest.mark.usefixtures("no_loader_thread_stays")
 
 
 def test_the_thread_runs_ahead_by_exactly_the_bound():

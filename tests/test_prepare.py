@@ -12,6 +12,7 @@ import time
 
 import preparing
 import pytest
+from processes import wait_until
 from tokenizers import Tokenizer as LibraryReference
 
 from jaxtrain.data import prepare_pool
@@ -114,13 +115,6 @@ def workers_of(process):
         return [int(pid) for pid in file.read().split()]
 
 
-def wait_until(is_true):
-    deadline = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -144,9 +138,9 @@ def test_kill_9_at_several_points_and_the_same_command_goes_on(
         if num_shards < 0:
             time.sleep(0.05)
         elif num_shards == 0:
-            wait_until(lambda: (out / ".prepare" / "plan.json").exists())
+            wait_until(lambda: (out / ".prepare" / "plan.json").exists(), every=0.001)
         else:
-            wait_until(lambda wanted=num_shards: has(wanted))
+            wait_until(lambda wanted=num_shards: has(wanted), every=0.001)
         assert process.poll() is None
         workers = workers_of(process)
         process.kill()

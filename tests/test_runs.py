@@ -9,6 +9,7 @@ import experimenting
 import jax
 import numpy as np
 import pytest
+from checkpointing import snapshot
 from experimenting import TINY, eval_records, evaluation, run, start, succeed
 from looping import saved
 
@@ -50,18 +51,6 @@ def lm_config(workdir):
     from train_lm import LmConfig
 
     return read_config(workdir, LmConfig)
-
-
-def snapshot(directory):
-    """Path -> (time of the last change, content) of all below a directory but the lock."""
-    return {
-        str(path.relative_to(directory)): (
-            path.stat().st_mtime_ns,
-            path.read_bytes() if path.is_file() else None,
-        )
-        for path in directory.rglob("*")
-        if path.name != ".lock"
-    }
 
 
 # jaxtrain.runs

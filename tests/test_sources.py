@@ -1,33 +1,15 @@
 """Datasets: made from what users have, named where they cannot form batches."""
 
-import threading
-
-import jax
 import numpy as np
 import pytest
+from loading import mesh_of
 
 from jaxtrain.data.load import Loader
 from jaxtrain.data.order import sample_indices
 from jaxtrain.data.sources import ArrayDataset, Dataset, RecordDataset, as_dataset
 from jaxtrain.errors import DataError
-from jaxtrain.mesh import make_mesh
 
-
-def mesh_of(text, num_devices=8):
-    return make_mesh(text, devices=jax.devices()[:num_devices])
-
-
-def numbers(n, **more):
-    """A dataset whose rows say which they are."""
-    arrays = {"id": np.arange(n, dtype=np.int32)} | more
-    return ArrayDataset(arrays, name="numbers")
-
-
-@pytest.fixture(autouse=True)
-def no_thread_stays():
-    yield
-    left = [t.name for t in threading.enumerate() if t.name.startswith("the loader")]
-    assert not left
+pytestmark = pytest.mark.usefixtures("no_loader_thread_stays")
 
 
 def test_datasets_are_made_from_what_users_have():

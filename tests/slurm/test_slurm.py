@@ -10,14 +10,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import looping
 import pytest
 from clusters import TOY, finished
 from experimenting import ROOT
-from processes import TESTS, environment
+from processes import TESTS, environment, wait_until
 
 from jaxtrain import ExitCode
 
@@ -88,13 +87,6 @@ def call(command, variables):
     return subprocess.run(
         command, env=variables, text=True, capture_output=True, timeout=SECONDS, check=False
     ).stdout
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def run(command, variables):
