@@ -22,6 +22,7 @@ from jaxtrain.data.order import sample_indices
 from jaxtrain.data.sources import ArrayDataset
 from jaxtrain.data.windows import TextDataset
 from jaxtrain.errors import ConfigError, DataError
+from jaxtrain.host import cores_at_hand
 from jaxtrain.mesh import make_mesh
 
 # To workers this module goes by value, as the script of a run does: it imports JAX.
@@ -156,6 +157,19 @@ def test_workers_start_no_jax_and_have_no_accelerator():
 
     with loader(Rows(look)) as batches:
         assert not take(batches, 2, "found").any()
+
+
+def test_workers_share_the_cores():
+    """So that those of one that decodes in threads do not stand in the way of the others."""
+    cores = min(os.cpu_count() or 1, len(os.sched_getaffinity(0)))
+    if cores < 2:
+        pytest.skip("a single core cannot be shared out; run this with 2 or more")
+
+    def look(indices):
+        return {"cores": np.full(len(indices), cores_at_hand())}
+
+    with loader(Rows(look), num_workers=cores) as batches:
+        assert (take(batches, cores, "cores") == 1).all()
 
 
 def test_flags_have_the_values_of_the_run():

@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxtrain.data.files import walk
 from jaxtrain.errors import DataError
+from jaxtrain.host import cores_at_hand
 from jaxtrain.units import several
 
 _MAX_THREADS = 8
@@ -148,10 +149,10 @@ class ImageFiles:
         Raises:
             DataError: for more bad images than may be left out, and for one of another size.
         """
-        if self._pool is None:
+        if self._pool is None and num_threads() > 1:
             self._pool = ThreadPoolExecutor(num_threads(), "decode images")
         rows = [int(index) for index in indices]
-        images = list(self._pool.map(self._try, rows))
+        images = list((self._pool.map if self._pool else map)(self._try, rows))
         sources = list(rows)
         for at, row in enumerate(rows):
             # In the order of the rows: which bad image is named first must not depend on threads.
@@ -201,7 +202,7 @@ class ImageFiles:
 
 def num_threads() -> int:
     """How many images are decoded at once; Pillow holds no interpreter lock meanwhile."""
-    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    return min(_MAX_THREADS, cores_at_hand())
 
 
 def class_names(root: str) -> list[str]:

@@ -22,6 +22,7 @@ from jaxtrain.data.handover import Slot, receive
 from jaxtrain.data.rows import checked_rows
 from jaxtrain.data.sources import read_training
 from jaxtrain.errors import JaxtrainError
+from jaxtrain.host import note_local_processes
 from jaxtrain.progress import setup_logging
 from jaxtrain.stop_signals import STOP_SIGNALS
 
@@ -37,6 +38,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     for descriptor in (start["connection"], start["dataset"], *start["slots"]):
         os.set_inheritable(descriptor, False)
+    note_local_processes(start["processes"])
     setup_logging()
     connection = Connection(start["connection"])
     slots = [Slot(descriptor) for descriptor in start["slots"]]

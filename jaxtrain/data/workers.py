@@ -155,6 +155,7 @@ class Workers:
         descriptors = [slot.descriptor for slot in slots]
         start = {
             "parent": os.getpid(),
+            "processes": self.count * num_local_processes(),
             "ready": _ready(worker),
             "connection": theirs.fileno(),
             "dataset": shared,
