@@ -150,6 +150,38 @@ def test_verify_compares_with_the_logits_of_another_interpreter(capsys, monkeypa
         assert out.splitlines()[3].startswith(f"{word:<5}  logits"), out
 
 
+def test_verify_compares_the_perplexity_of_a_text(capsys, tmp_path):
+    directory = hugging.copy("gpt2", tmp_path / "model")
+    words = {f"w{i}": i for i in range(101)}
+    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "w1"}')
+    tokens = np.random.default_rng(1).integers(2, 101, (8, 40)).astype(np.int32)
+    text = tmp_path / "text"
+    text.write_text(" ".join(f"w{i}" for i in tokens.reshape(-1)))
+    _, model, params, mesh = hugging.load(directory)
+    answer = hugging.scores(model, params, tokens, mesh)
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\ncp {tmp_path}/answer.npy "$5"\n')
+    script.chmod(0o755)
+    command = ("verify-hf", directory, f"--python={script}", "--length=40")
+    for sharpness, word, expected in ((1, "ok", 0), (1.1, "WRONG", 4)):
+        np.save(tmp_path / "answer.npy", answer * np.float32(sharpness))
+        code, out, _ = run(capsys, *command, f"--text={text}")
+        assert code == expected
+        scores = answer[:, :-1].astype(np.float64)
+        found = np.take_along_axis(scores, tokens[:, 1:, None], 2)[..., 0]
+        wanted = np.exp((np.log(np.exp(scores).sum(-1)) - found).mean())
+        line = out.splitlines()[4]
+        assert line.startswith(f"{word:<5}  perplexity"), out
+        assert float(line.split()[2].rstrip(",")) == pytest.approx(wanted, rel=1e-6)
+    text.write_text("w1 w2")
+    code, _, err = run(capsys, *command, f"--text={text}")
+    assert code == 4
+    assert "has 2 tokens, and 8 rows of length=40 need 320" in err
+
+
 def test_verify_names_a_tensor_that_would_change(capsys, monkeypatch):
     real = verifying.tensors_of
 

@@ -1,15 +1,18 @@
 """`jaxtrain verify-hf DIR`: is a model of Hugging Face computed right, and exported as it was?
 
     jaxtrain verify-hf models/SmolLM2-135M
-    jaxtrain verify-hf models/SmolLM2-135M --python=/opt/torch/bin/python
+    jaxtrain verify-hf models/SmolLM2-135M --python=/opt/torch/bin/python --text=README.md
 
 One line for each check, then the verdict. Logits are compared with those of transformers where it
-and torch are installed: here, or beside the interpreter that --python names. Exit code 0 if all
-that was checked is right.
+and torch are installed: here, or beside the interpreter that --python names. With --text so is the
+perplexity of a text. Exit code 0 if all that was checked is right.
+
+Shapes: B rows, T length, V vocabulary.
 """
 
 import dataclasses
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +25,8 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config, RunConfig, field, override
-from jaxtrain.errors import CheckpointError, JaxtrainError
+from jaxtrain.data.tokenizing import open_tokenizer
+from jaxtrain.errors import CheckpointError, DataError, JaxtrainError
 from jaxtrain.hf.configs import CONFIG, load_json
 from jaxtrain.hf.exporting import tensors_of
 from jaxtrain.hf.files import DTYPES
@@ -33,6 +37,9 @@ from jaxtrain.progress import setup_logging
 
 TOLERANCE = 1e-4
 """Of logits in float32; where they are larger than 1, of the largest."""
+
+PERPLEXITY_TOLERANCE = 1e-3
+"""Of the perplexity of a text, relative to that of transformers."""
 
 _MAX_LENGTH = 1024
 _ROWS = 2
@@ -56,6 +63,9 @@ class VerifyConfig(Config):
     python: str = field("", help="interpreter with torch and transformers; empty: this one")
     length: int = field(
         0, unit="tokens", minimum=0, help="of the rows; 0: the model's context, at most 1024"
+    )
+    text: str = field(
+        "", help="file of UTF-8 text that is computed, from its begin; empty: random tokens"
     )
     mesh: str = override(RunConfig, "mesh", "fsdp:-1")
 
@@ -95,7 +105,7 @@ def verify(directory: Path, config: VerifyConfig) -> list[str]:
         names = f"{len(source.weights.tensors)} tensors"
         _say("ok", "files", f"{source.architecture.model_type}, {names}, all as expected")
         params = load_params(source, placed_state(model, optax.identity(), mesh).params)
-        tokens_BT = _tokens(source, config.length, mesh.size)
+        tokens_BT = _tokens(source, config, mesh.size)
 
         def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
             with use_rules(mesh):
@@ -136,19 +146,51 @@ def verify(directory: Path, config: VerifyConfig) -> list[str]:
         "logits",
         f"at most {error:.3g} from those of transformers, which are up to {largest:.4g}",
     )
+    if config.text:
+        ours, theirs = perplexity(ours_BTV, tokens_BT), perplexity(theirs_BTV, tokens_BT)
+        is_right = abs(ours / theirs - 1) <= PERPLEXITY_TOLERANCE
+        wrong += [] if is_right else ["perplexity"]
+        text = f"{ours:.7g}, by transformers {theirs:.7g}"
+        _say("ok" if is_right else "WRONG", "perplexity", text)
     return wrong
+
+
+def perplexity(logits_BTV: np.ndarray, tokens_BT: np.ndarray) -> float:
+    """exp of the mean negative log-likelihood of every token but the first of each row."""
+    losses = []
+    for logits_TV, tokens_T in zip(logits_BTV, tokens_BT, strict=True):
+        scores_TV = logits_TV[:-1] - logits_TV[:-1].max(-1, keepdims=True)
+        sums_T = np.exp(scores_TV).sum(-1, dtype=np.float64)
+        losses.append(np.log(sums_T) - scores_TV[np.arange(len(sums_T)), tokens_T[1:]])
+    return float(np.exp(np.mean(losses)))
 
 
 def _say(verdict: str, check: str, text: str) -> None:
     print(f"{verdict:<5}  {check:<10}  {text}", flush=True)
 
 
-def _tokens(source: Source, length: int, num_devices: int) -> np.ndarray:
-    """Random tokens [B, T]; rows that every mesh of so many devices divides."""
+def _tokens(source: Source, config: VerifyConfig, num_devices: int) -> np.ndarray:
+    """Random tokens, or those of a text, [B, T]; rows that every mesh of so many devices divides.
+
+    Raises:
+        DataError: for a text that cannot be read, or is too short.
+    """
     content = load_json(source.directory / CONFIG)
     context = content.get("n_positions") or content.get("max_position_embeddings") or _MAX_LENGTH
-    length = length or min(context, _MAX_LENGTH)
+    length = config.length or min(context, _MAX_LENGTH)
     shape = (-(-_ROWS // num_devices) * num_devices, length)
+    if config.text:
+        try:
+            text = Path(config.text).expanduser().read_bytes()
+        except OSError as error:
+            raise DataError(f"text={config.text} cannot be read: {error.strerror}.") from error
+        (tokens,) = open_tokenizer(str(source.directory)).encode([text])
+        if len(tokens) < math.prod(shape):
+            raise DataError(
+                f"text={config.text} has {len(tokens):,} tokens, and {shape[0]} rows of length="
+                f"{length} need {math.prod(shape):,}; lower --length, or give a longer text."
+            )
+        return np.asarray(tokens[: math.prod(shape)], np.int32).reshape(shape)
     return np.random.default_rng(0).integers(0, source.config.vocab_size, shape).astype(np.int32)
 
 
