@@ -64,10 +64,11 @@ def decode(path: str, *, size: int, num_channels: int) -> np.ndarray:
             if size:
                 # A JPEG of many times the size is decoded at a half, a quarter or an eighth.
                 file.draft(None, (size, size))
-            image = _flat(ImageOps.exif_transpose(file), "L" if num_channels == 1 else "RGB")
-        if size and image.size != (size, size):
-            image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
-        pixels = np.asarray(image)
+            ImageOps.exif_transpose(file, in_place=True)
+            image = _flat(file, "L" if num_channels == 1 else "RGB")
+            if size and image.size != (size, size):
+                image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+            pixels = np.asarray(image)
     # Damaged files make Pillow raise errors of many kinds.
     except Exception as error:
         raise BadImageError(_reason(error, path)) from error
@@ -86,7 +87,8 @@ def _flat(image: Image.Image, mode: str) -> Image.Image:
         page = Image.new("RGBA", image.size, "white")
         page.alpha_composite(image)
         image = page
-    return image.convert(mode)
+    # Pillow would make a copy of what is converted already.
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _reason(error: Exception, path: str) -> str:
