@@ -72,7 +72,9 @@ def export_model(directory: Path, config: ExportConfig) -> str:
     model_config, max_length = read_run(workdir)
     lora = read_lora(workdir)
     content, origin = describe(model_config, workdir, max_length)
-    params = _load(model_config, lora, config)
+    params, _ = load_merged(
+        config.workdir, model_config, lora, mesh=config.mesh, step=config.step, ema=config.ema
+    )
     tensors = tensors_of(params, model_config, content["model_type"], origin)
     scratch = scratch_path(directory)
     with writing(directory):
@@ -187,8 +189,27 @@ def _tensor(leaves: Mapping[str, Any], vocab_size: int, piece: tables.Placed) ->
     return np.concatenate(parts, 0 if piece.rule.form.is_transposed else -1)
 
 
-def _load(model_config: TransformerConfig, lora: LoraConfig, config: ExportConfig) -> Any:
-    """The parameters of a run; what LoRA trained is merged into the kernels."""
+def load_merged(
+    workdir: str,
+    model_config: TransformerConfig,
+    lora: LoraConfig,
+    *,
+    mesh: str,
+    step: int,
+    ema: bool,
+) -> tuple[Any, int]:
+    """(parameters of a run, the step of the checkpoint that they are of).
+
+    What LoRA trained is merged into the kernels.
+
+    Args:
+        workdir: of the run; only read.
+        model_config: of the run, from `read_run`.
+        lora: of the run, from `read_lora`.
+        mesh: any; it need not be that of the run.
+        step: which checkpoint; -1: the newest.
+        ema: whether to take the moving average.
+    """
     import optax
 
     from jaxtrain import resume
@@ -197,10 +218,9 @@ def _load(model_config: TransformerConfig, lora: LoraConfig, config: ExportConfi
     from jaxtrain.models.transformer import transformer
     from jaxtrain.state import placed_state
 
-    mesh = make_mesh(config.mesh)
     model = transformer(model_config, lora=lora)
-    abstract = placed_state(model, optax.identity(), mesh, ema=config.ema)
-    if config.ema:
+    abstract = placed_state(model, optax.identity(), make_mesh(mesh), ema=ema)
+    if ema:
         abstract = abstract.replace(params=None)
-    state, _, _ = resume.load(config.workdir, abstract, step=config.step)
-    return merge(state.ema_params if config.ema else state.params, lora)
+    state, _, step = resume.load(workdir, abstract, step=step)
+    return merge(state.ema_params if ema else state.params, lora), step
