@@ -23,6 +23,7 @@ ROLES = ("system", "user", "assistant")
 
 # Noncharacters of Unicode: never in text that is interchanged.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+_WAY_OUT = "give one with --data.chat_template=FILE, or train on records of prompt and completion"
 _TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 
@@ -61,8 +62,12 @@ class ChatTemplate:
         self.has_markers = "generation" in tags
 
     @classmethod
-    def read(cls, path: str) -> "ChatTemplate":
+    def read(cls, path: str, way_out: str = _WAY_OUT) -> "ChatTemplate":
         """The template in a file, or in the directory of a model of Hugging Face.
+
+        Args:
+            path: of the file or directory.
+            way_out: what to do where there is none, for the error.
 
         Raises:
             ConfigError: naming where a template was looked for.
@@ -79,14 +84,19 @@ class ChatTemplate:
         if not isinstance(template, str):
             raise ConfigError(
                 f"{path} has no chat template: neither {_TEMPLATE_FILE} nor chat_template in "
-                f"{_CONFIG_FILE}; give one with --data.chat_template=FILE, or train on records of "
-                "prompt and completion"
+                f"{_CONFIG_FILE}; {way_out}"
             )
         return cls(template, str(folder / _CONFIG_FILE), _special_of(folder))
 
     def prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text to let the assistant answer to."""
         return self._render(messages, True).replace(_BEGIN, "").replace(_END, "")
+
+    def begun(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text to let the assistant go on with what the last message says."""
+        text = self._render(messages, False).replace(_BEGIN, "").replace(_END, "")
+        said = messages[-1]["content"].rstrip()
+        return text[: text.rindex(said) + len(said)] if said in text else text
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> Rendered:
         """Renders a whole conversation.

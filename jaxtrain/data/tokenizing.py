@@ -196,7 +196,9 @@ def open_tokenizer(spec: str, end_of_document: str | int = "") -> Tokenizer:
     try:
         if path.is_file():
             data, name = path.read_bytes(), path.name
-            return LibraryTokenizer(data, name, end_of_document or _configured_end(path.parent))
+            return LibraryTokenizer(
+                data, name, end_of_document or configured_token(path.parent, "eos_token")
+            )
         for vocabulary, merges in _GPT2_FILES:
             files = path / vocabulary, path / merges
             if all(file.is_file() for file in files):
@@ -271,13 +273,18 @@ def _byte_level(vocabulary: str, merges: str) -> bytes:
     return tokenizer.to_str(pretty=False).encode()
 
 
-def _configured_end(folder: Path) -> str:
-    """The end of a text that a Hugging Face directory names in its tokenizer_config.json."""
+def configured_token(folder: Path, name: str) -> str:
+    """The text of a special token that a directory of Hugging Face names; "" if it names none.
+
+    Args:
+        folder: with a tokenizer_config.json.
+        name: eos_token and the like.
+    """
     try:
-        end = json.loads((folder / "tokenizer_config.json").read_bytes()).get("eos_token") or ""
+        token = json.loads((folder / "tokenizer_config.json").read_bytes()).get(name) or ""
     except (OSError, ValueError, AttributeError):
         return ""
-    return str(end.get("content", "")) if isinstance(end, dict) else str(end)
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
 def _end_of(vocabulary: dict[str, int], wanted: str | int, name: str) -> int:
