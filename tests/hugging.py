@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import safetensors.numpy
+import tokenizers
 
 from jaxtrain.hf import files
 from jaxtrain.hf.load import load_params, opening_model
@@ -19,6 +20,10 @@ from jaxtrain.state import placed_state
 
 ROOT = pathlib.Path(__file__).parent / "fixtures" / "hf"
 NAMES = sorted(path.name for path in ROOT.iterdir() if path.is_dir())
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 DTYPES = {np.dtype(dtype): name for name, dtype in files.DTYPES.items()}
 
 
@@ -64,6 +69,19 @@ def copy(name, directory, *, config=None, tensors=None, without=(), dtype=None, 
 
 
 REMOVED = object()
+
+
+def write_tokenizer(directory):
+    """Writes a token for each printable ASCII character, and a chat template: 99 of 101 tokens."""
+    names = ["<unk>", "\n", *map(chr, range(32, 127)), "<|im_start|>", "<|im_end|>"]
+    model = tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    library.decoder = tokenizers.decoders.Fuse()
+    library.add_special_tokens(names[-2:])
+    (directory / "tokenizer.json").write_text(library.to_str())
+    config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def load(directory, mesh="fsdp:1"):

@@ -19,10 +19,6 @@ from jaxtrain.tree import named_leaves
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 LORA = ("--lora.rank=4", "--lora.alpha=8", "--lora.targets=attention/(q|v)|mlp")
 QUICK = (
     *("--data.sequence_length=96", "--data.validation_fraction=0.2", "--global_batch_size=8"),
@@ -30,26 +26,11 @@ QUICK = (
 )
 
 
-def write_tokenizer(directory):
-    """A token for each printable ASCII character: the models have 101."""
-    import tokenizers
-
-    names = ["<unk>", "\n", *map(chr, range(32, 127)), "<|im_start|>", "<|im_end|>"]
-    model = tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, "<unk>")
-    library = tokenizers.Tokenizer(model)
-    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    library.decoder = tokenizers.decoders.Fuse()
-    library.add_special_tokens(names[-2:])
-    (directory / "tokenizer.json").write_text(library.to_str())
-    config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model of Hugging Face with a tokenizer and a chat template."""
     directory = hugging.copy("llama_tied", tmp_path_factory.mktemp("hf") / "model")
-    write_tokenizer(directory)
+    hugging.write_tokenizer(directory)
     return directory
 
 
