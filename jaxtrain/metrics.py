@@ -1,8 +1,10 @@
 """Records of metrics: the protocol of a writer, and JSON lines.
 
 A record is one flat mapping of plain values. The loop writes one per logged step, with at least
-`step` and `loss`; an evaluation's record carries `"eval": True`. Times are seconds per step,
-averaged over the steps since the record before:
+`step` and `loss`; an evaluation's record carries `"eval": True`. So does that of a task of lm-eval
+(`jaxtrain eval`), with the name under `task` and facts of `TASK_FACTS` beside the metrics and their
+standard errors, `NAME_stderr`. Times are seconds per step, averaged over the steps since the record
+before:
 
     step_seconds         wall time, without evaluations and saves
     input_wait_seconds   of it, waiting for the next batch
@@ -31,6 +33,12 @@ _logger = logging.getLogger(__name__)
 
 NONFINITE = "nonfinite"
 """Key under which a stored record spells out the values that JSON cannot hold."""
+
+TASK_FACTS = (
+    *("step", "eval", "task", "task_version", "num_fewshot", "samples"),
+    *("ema", "limit", "apply_chat_template"),
+)
+"""What the record of a task holds besides its metrics."""
 
 
 class Writer(Protocol):
@@ -112,6 +120,22 @@ def read_records(path: str | os.PathLike[str], *, is_quiet: bool = False) -> lis
     if damaged and not is_quiet:
         _logger.warning("%s, %s: not a record; left out", path, _say_lines(damaged))
     return records
+
+
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether a record is of the run's evaluation data: of no step, and of no task."""
+    return bool(record.get("eval")) and "task" not in record
+
+
+def task_metrics(record: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+    """(name, value, standard error if it is known) of each metric in the record of a task."""
+    return [
+        (name, value, record.get(f"{name}_stderr"))
+        for name, value in record.items()
+        if name not in TASK_FACTS
+        and not name.endswith("_stderr")
+        and isinstance(value, int | float)
+    ]
 
 
 def cut_after(path: str | os.PathLike[str], step: int) -> int:

@@ -29,6 +29,7 @@ _SECTIONS = (
     report_sections.loss,
     report_sections.curves,
     report_sections.time,
+    report_tables.tasks,
     report_tables.layout,
     report_tables.setup,
 )

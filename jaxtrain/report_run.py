@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.metrics import read_records
+from jaxtrain.metrics import is_evaluation, read_records
 from jaxtrain.throughput import transfer_share
 
 
@@ -31,6 +31,8 @@ class Run:
     """audit.json"""
     missing: list[str]
     """Files that are not there or cannot be read, with the reason."""
+    tasks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Records of tasks of lm-eval, in order."""
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -127,11 +129,12 @@ def read_run(workdir: str | Path) -> Run:
     return Run(
         name=workdir.resolve().name,
         train=[record for record in records if not record.get("eval")],
-        evals=[record for record in records if record.get("eval")],
+        evals=[record for record in records if is_evaluation(record)],
         config=read_json("config.json"),
         run=read_json("run.json"),
         audit=read_json("audit.json"),
         missing=missing,
+        tasks=[record for record in records if "task" in record],
     )
 
 

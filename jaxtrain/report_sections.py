@@ -52,7 +52,7 @@ def header(run: Run) -> str:
     num_steps = run.fields.get("num_steps")
     bad = sum(not is_number(record.get("loss")) for record in run.train)
     if not run.train and not run.evals:
-        pill = '<span class="pill warn">no records</span>'
+        pill = "" if run.tasks else '<span class="pill warn">no records</span>'
     elif num_steps is None:
         pill = ""
     elif run.last_step < num_steps:

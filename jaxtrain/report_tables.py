@@ -1,4 +1,4 @@
-"""The report's lower half: the layout of the state, environment and configuration."""
+"""The report's lower half: tasks, the layout of the state, environment and configuration."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,7 +6,38 @@ from html import escape
 from typing import Any
 
 from jaxtrain import units
+from jaxtrain.metrics import TASK_FACTS, task_metrics
 from jaxtrain.report_run import Run, is_number
+
+_ASKED = ("num_fewshot", "samples", "step")
+
+
+def tasks(run: Run) -> str:
+    """Results of `jaxtrain eval`; of the same question at the same step the newest."""
+    newest = {}
+    for record in run.tasks:
+        facts = [(name, record.get(name)) for name in TASK_FACTS if name != "samples"]
+        newest[tuple(facts)] = record
+    rows = []
+    for record in sorted(newest.values(), key=lambda record: str(record["task"])):
+        name = f"<code>{escape(str(record['task']))}</code>"
+        notes = [f"limit {record['limit']}"] if "limit" in record else []
+        notes += [name for name in ("ema", "apply_chat_template") if record.get(name)]
+        asked = "".join(f'<td class="number">{record.get(fact, "-")}</td>' for fact in _ASKED)
+        for metric, value, error in task_metrics(record):
+            spread = f" &plusmn; {units.number(error)}" if is_number(error) else ""
+            rows.append(
+                f'<tr><td>{name}</td><td class="key">{escape(metric)}</td>'
+                f'<td class="number">{units.number(value)}{spread}</td>{asked}'
+                f'<td class="note">{escape(", ".join(notes))}</td></tr>'
+            )
+    if not rows:
+        return ""
+    heads = "".join(f'<th class="number">{name}</th>' for name in ("shots", "questions", "step"))
+    return (
+        '<h2>Tasks</h2>\n<div class="wide"><table><tr><th>task of lm-eval</th><th>metric</th>'
+        f'<th class="number">value</th>{heads}<th></th></tr>{"".join(rows)}</table></div>'
+    )
 
 
 def layout(run: Run) -> str:

@@ -18,6 +18,7 @@ from jaxtrain.metrics import (
     JsonlWriter,
     Writer,
     cut_after,
+    is_evaluation,
     read_records,
 )
 from jaxtrain.output_files import replace_file, set_aside
@@ -146,7 +147,7 @@ def evaluated_step(config: RunConfig, step: int) -> int:
     if not config.workdir or step == 0:
         return 0
     records = read_records(Path(config.workdir) / "metrics.jsonl", is_quiet=True)
-    steps = (record["step"] for record in records if record.get("eval"))
+    steps = (record["step"] for record in records if is_evaluation(record))
     return max((found for found in steps if found <= step), default=0)
 
 
@@ -160,7 +161,7 @@ def last_metrics(config: RunConfig, step: int) -> tuple[dict[str, Any], dict[str
         return {}, {}
     records = read_records(Path(config.workdir) / "metrics.jsonl")
     trained = [r for r in records if not r.get("eval") and r["step"] == step]
-    evaluated = [r for r in records if r.get("eval") and r["step"] <= step]
+    evaluated = [r for r in records if is_evaluation(r) and r["step"] <= step]
     metrics = {
         name: value
         for name, value in (trained[-1] if trained else {}).items()

@@ -26,7 +26,9 @@ _EVENTS = "tfevents"
 
 
 class TensorBoardWriter:
-    """Writes the numbers of every record as TensorBoard scalars, `train/NAME` and `eval/NAME`.
+    """Writes the numbers of every record as TensorBoard scalars.
+
+    Their names are `train/NAME`, `eval/NAME` and, of tasks of lm-eval, `eval/TASK/NAME`.
 
     TensorBoard itself need not be installed to write; tensorboardX, which has its messages, is
     imported with the first record. One event holds all scalars of a record. A disk that is full
@@ -53,6 +55,7 @@ class TensorBoardWriter:
     def write(self, record: Mapping[str, Any]) -> None:
         event_pb2, summary_pb2 = _protos()
         prefix = "eval/" if record.get("eval") else "train/"
+        prefix += f"{record['task']}/" if "task" in record else ""
         values = [
             summary_pb2.Summary.Value(tag=prefix + name, simple_value=float(value))
             for name, value in record.items()
