@@ -1,0 +1,1 @@
+"""Tasks of lm-eval for our models: what is asked as tokens, the answers on a mesh, the results."""
