@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Leaves a ready .venv/ at the root, from the lock file. Usage: bash scripts/setup.sh [EXTRA ...]
 #
-# Extras: cuda12, cuda13, tpu, plan (dev is always there). tpu and plan also let --plan compile for
-# TPUs and GPUs that are elsewhere. Without one it takes those of the last call; the first time, a
-# machine whose driver shows an NVIDIA GPU gets cuda12. When nothing has changed this takes about a second.
+# Extras: cuda12, cuda13, tpu, plan, eval (dev is always there). tpu and plan also let --plan compile
+# for TPUs and GPUs that are elsewhere; eval is for jaxtrain eval. Without one it takes those of the last
+# call, so name all of them; the first time, a machine whose driver shows an NVIDIA GPU gets cuda12. When
+# nothing has changed this takes about a second.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
