@@ -147,6 +147,12 @@ def _doctor(words: list[str]) -> None:
     doctor.run(words)
 
 
+def _eval(words: list[str]) -> None:
+    from jaxtrain.evals import command
+
+    command.run(words)
+
+
 def _launch(words: list[str]) -> None:
     from jaxtrain.launch.local import launch
 
@@ -215,6 +221,12 @@ _COMMANDS = {
         "[--workdir=DIR] [--json] [--FLAG=VALUE ...]",
         "look whether this machine, or all those of a run, can train",
         _doctor,
+        has_flags=True,
+    ),
+    "eval": _Command(
+        "--workdir=WORKDIR --tasks=NAME,... [--FLAG=VALUE ...]",
+        "answer tasks of lm-eval with the model of a run, or of Hugging Face",
+        _eval,
         has_flags=True,
     ),
     "export-hf": _Command(

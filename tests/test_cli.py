@@ -61,6 +61,7 @@ def test_help_lists_the_commands(capsys, words):
     for name, text in (
         ("checkpoints WORKDIR [--step=N]", "list the checkpoints"),
         ("doctor [--workdir=DIR] [--json]", "look whether"),
+        ("eval --workdir=WORKDIR --tasks=NAME", "answer tasks"),
         ("export-hf DIR --workdir=WORKDIR", "write the model"),
         ("import-hf DIR --workdir=WORKDIR", "make a checkpoint"),
         ("launch --processes=N", "run a command"),
@@ -80,6 +81,7 @@ def test_help_lists_the_commands(capsys, words):
         (["doctor", "-h"], "--device_timeout_seconds=120.0"),
         (["prepare", "--help"], "--tokenizer=bytes"),
         (["import-hf", "--help"], "--workdir="),
+        (["eval", "--help"], "--num_fewshot=-1"),
         (["export-hf", "--help"], "--shard_bytes=5000000000"),
         (["verify-hf", "--help"], "--length=0"),
     ],
@@ -104,8 +106,8 @@ def test_help_of_a_command(capsys):
         (["reprot"], "'reprot' is not a command; did you mean report?"),
         (
             ["train"],
-            "'train' is not a command; one of checkpoints, doctor, export-hf, import-hf, launch,"
-            " prepare, report, verify-hf, verify-shards, version",
+            "'train' is not a command; one of checkpoints, doctor, eval, export-hf, import-hf,"
+            " launch, prepare, report, verify-hf, verify-shards, version",
         ),
         (["report"], "jaxtrain report takes WORKDIR; got nothing"),
         (["report", "a", "b"], "jaxtrain report takes WORKDIR; got a b"),
