@@ -35,6 +35,7 @@ def field(
     below: float | None = None,
     positive: bool = False,
     pattern: bool = False,
+    repeated: bool = False,
     used_when: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
     """Declares a field of a `Config`. A default is required: a configuration needs no arguments.
@@ -55,6 +56,7 @@ def field(
         below: upper limit, excluded.
         positive: short for `above=0`.
         pattern: the text is a regular expression; it is compiled to see that it is one.
+        repeated: of a tuple of texts, which may hold commas: the flag is given once for each.
         used_when: sibling field -> values with which this field is read at all. With any other
             value of the sibling, changing this field from its default is an error.
 
@@ -73,6 +75,7 @@ def field(
         above=0 if positive else above,
         below=below,
         pattern=pattern,
+        repeated=repeated,
         used_when=used_when or {},
     )
     if (default is dataclasses.MISSING) == (default_factory is None):

@@ -87,6 +87,8 @@ def _help(leaf: Leaf) -> str:
     facts = [leaf.unit] if leaf.unit else []
     if leaf.type is bool:
         facts.append(f"default {show(leaf.value)}")
+    if leaf.meta.repeated:
+        facts.append("may be given several times")
     if leaf.choices:
         facts.append(" | ".join(show(choice) for choice in leaf.choices))
     return f"{leaf.help} ({'; '.join(facts)})" if facts else leaf.help

@@ -41,7 +41,8 @@ def parse[C: Config](
     """The configuration that a command line asks for.
 
     Args:
-        argv: program name, then arguments. Of a repeated flag the last one counts.
+        argv: program name, then arguments. Of a flag given twice the last one counts, unless the
+            field is `repeated`: then each gives one element.
         config_class: its fields are the flags.
         presets: section -> name -> values; `{"model": {"tiny": {"num_layers": 2}}}` makes
             `--model=tiny`.
@@ -92,6 +93,14 @@ class _Alias(flags.Flag[str]):
         self._target.parse(argument)
 
 
+class _Collected(flags.Flag[Any]):
+    """A flag that may be given several times; its value is the list of what it was given."""
+
+    def parse(self, argument: str) -> None:
+        self.value = [*(self.value or []), argument]
+        self.present += 1
+
+
 class _Parser:
     """The flags of one configuration class: defined, read as text, turned into values."""
 
@@ -107,7 +116,8 @@ class _Parser:
         for name in ("config", *presets):
             self._define(name)
         for path, leaf in self._leaves.items():
-            flag = self._define(path, boolean=leaf.type is bool)
+            repeated = leaf.meta.repeated
+            flag = self._define(path, boolean=leaf.type is bool, repeated=repeated)
             section, _, name = path.rpartition(".")
             negated = f"{section}.no{name}"
             if section and leaf.type is bool and negated not in self._leaves:
@@ -116,11 +126,14 @@ class _Parser:
                 self._flags[section] = _Alias(section, flag)
         self.own = self._adopt(own_flags)
 
-    def _define(self, name: str, *, boolean: bool = False) -> flags.Flag[str]:
+    def _define(
+        self, name: str, *, boolean: bool = False, repeated: bool = False
+    ) -> flags.Flag[Any]:
         if name in self._flags:
             raise TypeError(f"a configuration field cannot have the name {name}")
         text: flags.ArgumentParser[str] = flags.ArgumentParser()
-        flag = flags.Flag(text, None, name, None, "", boolean=boolean)
+        kind = _Collected if repeated else flags.Flag
+        flag = kind(text, None, name, None, "", boolean=boolean)
         self._flags[name] = flag
         return flag
 
@@ -202,7 +215,10 @@ class _Parser:
             if text is None:
                 continue
             try:
-                values[path] = parse_text(leaf.type, text)
+                if leaf.meta.repeated:
+                    values[path] = tuple(parse_text(str, one) for one in text)
+                else:
+                    values[path] = parse_text(leaf.type, text)
                 check(leaf.meta, values[path])
             except ValueError as error:
                 problems.append(f"--{path}={text} {error}")

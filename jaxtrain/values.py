@@ -31,6 +31,7 @@ class Meta:
     above: float | None = None
     below: float | None = None
     pattern: bool = False
+    repeated: bool = False
     used_when: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 

@@ -344,3 +344,38 @@ def test_help_is_the_reviewed_text(capsys, monkeypatch):
         "The help changed. Read it as a user would; if it is good, store it in "
         "tests/golden/help.txt."
     )
+
+
+# Repeated flags
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AskConfig(Config):
+    prompt: tuple[str, ...] = field(("a",), repeated=True, help="what to ask")
+    stop: tuple[str, ...] = field((), repeated=True, choices=("x", "y,z"), help="where to end")
+
+
+def ask(*words: str) -> AskConfig:
+    return flags.parse(["ask.py", *words], AskConfig, flag_values=absl_flags.FlagValues())
+
+
+def test_a_repeated_flag_gives_one_element_each_time():
+    assert ask() == AskConfig(prompt=("a",), stop=())
+    found = ask("--prompt=one, two", "--stop=y,z", "--prompt", "three", "--prompt=")
+    assert found == AskConfig(prompt=("one, two", "three", ""), stop=("y,z",))
+    with pytest.raises(ConfigError, match="must be one of x, y,z"):
+        ask("--stop=x", "--stop=w")
+    with pytest.raises(ConfigError, match="looks like a flag"):
+        ask("--prompt", "--stop=x")
+
+
+def test_a_repeated_flag_wins_over_a_file(tmp_path):
+    file = write(tmp_path, '{"prompt": ["from", "file, whole"]}')
+    assert ask(file).prompt == ("from", "file, whole")
+    assert ask(file, "--prompt=b").prompt == ("b",)
+
+
+def test_help_says_that_a_flag_may_be_repeated(capsys):
+    with pytest.raises(SystemExit):
+        ask("--help")
+    assert "what to ask (may be given several times)" in capsys.readouterr().out
