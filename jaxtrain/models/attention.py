@@ -5,7 +5,7 @@ G query heads per key/value head (N = K * G), M queries per key/value head (T * 
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,23 @@ _MASKED = -1e30
 
 
 class Cache(NamedTuple):
-    """Keys and values of all layers; slot s of a row holds its token at position s."""
+    """Keys and values; slot s of a row holds its token at position s.
 
-    keys_LBSKH: jax.Array
-    values_LBSKH: jax.Array
+    Stacked [L, B, K, S, H], or in each field a tuple of [B, K, S, H], one for each layer. A layer
+    may be given its own alone. Heads come before slots, as products want them: otherwise the whole
+    cache would be transposed for every token.
+    """
+
+    keys: Any
+    values: Any
+
+    def stacked(self) -> "Cache":
+        """All layers in one array."""
+        return Cache(*(jnp.stack(x) if isinstance(x, tuple) else x for x in self))
+
+    def apart(self) -> "Cache":
+        """An array for each layer."""
+        return Cache(*map(tuple, self))
 
 
 class Attention(nnx.Module):
@@ -75,7 +88,8 @@ class Attention(nnx.Module):
                 visible_BTS = self._visible(index_T[:, None], index_T[None, :], layer)[None]
                 if segment_ids_BT is not None:
                     visible_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-                a_BTNH = self._attend(q_BTNH, k_BTKH, v_BTKH, visible_BTS)
+                k_BKTH, v_BKTH = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
+                a_BTNH = self._attend(q_BTNH, k_BKTH, v_BKTH, visible_BTS)
         return self.o(constrain(a_BTNH, "batch", "length", "heads", "head_dim"))
 
     def decode(
@@ -89,20 +103,23 @@ class Attention(nnx.Module):
         """Writes the new keys and values at their positions and attends to the cache."""
         q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, rotation)
         rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
+        is_stacked = cache.keys.ndim == 5
 
-        def put(slots_LBSKH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
-            new_BTKH = new_BTKH.astype(slots_LBSKH.dtype)
-            return slots_LBSKH.at[layer, rows_B1, positions_BT].set(new_BTKH)
+        def put(slots: jax.Array, new_BTKH: jax.Array) -> jax.Array:
+            own = (rows_B1, slice(None), positions_BT)
+            return slots.at[(layer, *own) if is_stacked else own].set(new_BTKH.astype(slots.dtype))
 
-        cache = Cache(put(cache.keys_LBSKH, k_BTKH), put(cache.values_LBSKH, v_BTKH))
-        keys_BSKH, values_BSKH = (
-            jax.lax.dynamic_index_in_dim(slots, layer, keepdims=False).astype(x_BTD.dtype)
-            for slots in cache
-        )
+        def own_layer(slots: jax.Array) -> jax.Array:
+            if is_stacked:
+                slots = jax.lax.dynamic_index_in_dim(slots, layer, keepdims=False)
+            return slots.astype(x_BTD.dtype)
+
+        cache = Cache(put(cache.keys, k_BTKH), put(cache.values, v_BTKH))
+        keys_BKSH, values_BKSH = map(own_layer, cache)
         # Slots past a query's position hold nothing yet, or the padding of a prompt.
-        slots_S = jnp.arange(keys_BSKH.shape[1])
+        slots_S = jnp.arange(keys_BKSH.shape[2])
         visible_BTS = self._visible(positions_BT[:, :, None], slots_S[None, None, :], layer)
-        return self.o(self._attend(q_BTNH, keys_BSKH, values_BSKH, visible_BTS)), cache
+        return self.o(self._attend(q_BTNH, keys_BKSH, values_BKSH, visible_BTS)), cache
 
     def _visible(self, query: jax.Array, key: jax.Array, layer: jax.Array) -> jax.Array:
         """Whether a query at one position sees a key at another, in this layer."""
@@ -110,9 +127,9 @@ class Attention(nnx.Module):
         seen = query >= key
         return seen & ((query - key < window) | ~is_local(every, layer)) if window else seen
 
-    def _attend(self, q_BTNH, k_BSKH, v_BSKH, visible_BTS) -> jax.Array:
+    def _attend(self, q_BTNH, k_BKSH, v_BKSH, visible_BTS) -> jax.Array:
         return attend(
-            q_BTNH, k_BSKH, v_BSKH, visible_BTS,
+            q_BTNH, k_BKSH, v_BKSH, visible_BTS,
             scale=self.config.score_scale, cap=self.config.attention_softcap,
         )  # fmt: skip
 
@@ -159,8 +176,8 @@ def _attend_cudnn(
 
 def attend(
     q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
     visible_BTS: jax.Array,
     *,
     scale: float,
@@ -173,20 +190,19 @@ def attend(
 
     Args:
         q_BTNH: queries.
-        k_BSKH: keys.
-        v_BSKH: values.
+        k_BKSH: keys.
+        v_BKSH: values.
         visible_BTS: which keys a query sees, at least one; B or T may be 1.
         scale: what scores are multiplied with.
         cap: their limit, see `softcap`; 0: none.
     """
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    K = k_BKSH.shape[1]
     G = N // K
     # M = T * G, all queries of a key/value head: a product that sums over one dim instead of T and
     # G needs no transposed copy of the scores, a third of the attention's time on CPU.
     q_BTKGH = (q_BTNH * scale).reshape(B, T, K, G, H)
     q_BKMH = jnp.swapaxes(q_BTKGH, 1, 2).reshape(B, K, T * G, H)
-    k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
     scores = jnp.einsum("bkmh,bksh->bkms", q_BKMH, k_BKSH, preferred_element_type=jnp.float32)
     scores = softcap(scores, cap)
     scores = jnp.where(jnp.repeat(visible_BTS, G, axis=1)[:, None], scores, _MASKED)

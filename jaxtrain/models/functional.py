@@ -72,6 +72,9 @@ class Model:
     """(batch_size, length, dtype) -> empty key/value cache"""
     decode: Callable[..., tuple[jax.Array, Any]] | None = None
     """(params, cache, tokens_BT, positions_BT) -> (hidden_BTD, cache)"""
+    for_decode: Callable[[Params], Params] | None = None
+    """params -> the same in the form in which `decode` is fastest token by token; it takes memory
+    of its own. `decode` and `unembed` take either form."""
 
 
 def as_model(model: Any) -> Model:
@@ -106,9 +109,10 @@ def logits(model: Model, params: Params, hidden_BTD: jax.Array) -> jax.Array:
     """Scores of the true vocabulary, float32, from the hidden states that `apply` returns."""
     if model.unembed is None:
         raise ConfigError("logits() needs a language model: one with `unembed`.")
-    head_DV = model.unembed(params)[:, : model.vocab_size].astype(hidden_BTD.dtype)
+    head_DV = model.unembed(params).astype(hidden_BTD.dtype)
     scores_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, head_DV, preferred_element_type=jnp.float32)
-    return softcap(scores_BTV, model.logit_softcap)
+    # The scores are cut, not the head: that would be copied for every token.
+    return softcap(scores_BTV[..., : model.vocab_size], model.logit_softcap)
 
 
 def functional(

@@ -35,6 +35,7 @@ from jaxtrain.compile import (
 from jaxtrain.compile import remat as remat_block
 from jaxtrain.errors import ConfigError
 from jaxtrain.models.attention import Attention, Cache, LayerRotation, masking_of
+from jaxtrain.models.decoder import make_decoder, takes_layers_apart
 from jaxtrain.models.functional import Batch, Model, Params, functional, row_keys
 from jaxtrain.models.layers import (
     Embedding,
@@ -138,16 +139,16 @@ class Transformer(nnx.Module):
 
     def __init__(
         self, config: TransformerConfig, lora: LoraConfig, *,
-        dtype: str, remat: str, attention: str, rngs: nnx.Rngs,
+        dtype: str, remat: str, attention: str, rngs: nnx.Rngs, is_stacked: bool = True,
     ):  # fmt: skip
         vocab, width = config.padded_vocab_size, config.embed_dim
         self.config, self.dtype, self.remat = config, dtype, remat
         self.embed = Embedding("vocab", vocab, width, rngs=rngs)
         if config.positions == "learned":
             self.position = Embedding("length", config.max_length, width, rngs=rngs)
-        self.layers = jax.vmap(lambda key: Block(config, attention, lora, rngs=nnx.Rngs(key)))(
-            jax.random.split(rngs.params(), config.num_layers)
-        )
+        block = lambda key: Block(config, attention, lora, rngs=nnx.Rngs(key))  # noqa: E731
+        keys = jax.random.split(rngs.params(), config.num_layers)
+        self.layers = jax.vmap(block)(keys) if is_stacked else nnx.List(map(block, keys))
         self.final_norm = Norm(
             config.norm, (("embed", width),), epsilon=config.norm_epsilon, rngs=rngs
         )
@@ -190,9 +191,17 @@ class Transformer(nnx.Module):
             (x_BTD, cache), (layer, index) = carry, scanned
             return layer.decode(x_BTD, angles, cache, index, positions_BT), None
 
-        xs = (self.layers, jnp.arange(self.config.num_layers))
-        (x_BTD, cache), _ = jax.lax.scan(block, (x_BTD, cache), xs)
-        return self.final_norm(x_BTD), cache
+        is_apart, indices = isinstance(cache.keys, tuple), jnp.arange(self.config.num_layers)
+        if isinstance(self.layers, nnx.List):
+            written = []
+            for index, (layer, *own) in enumerate(zip(self.layers, *cache.apart(), strict=True)):
+                (x_BTD, new), _ = block((x_BTD, Cache(*own)), (layer, indices[index]))
+                written.append(new)
+            cache = Cache(*zip(*written, strict=True))
+        else:
+            carry = (x_BTD, cache.stacked())
+            (x_BTD, cache), _ = jax.lax.scan(block, carry, (self.layers, indices))
+        return self.final_norm(x_BTD), cache.apart() if is_apart else cache.stacked()
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array | None):
         """Residual stream before the first layer, and the angles of rotary positions."""
@@ -246,9 +255,9 @@ def transformer(
 
     lora = lora or LoraConfig()
 
-    def build(rngs: nnx.Rngs) -> Transformer:
+    def build(rngs: nnx.Rngs, *, is_stacked: bool = True) -> Transformer:
         kinds = {"dtype": precision, "remat": remat, "attention": attention}
-        return Transformer(config, lora, **kinds, rngs=rngs)
+        return Transformer(config, lora, **kinds, rngs=rngs, is_stacked=is_stacked)
 
     forward = functional(
         build,
@@ -256,7 +265,7 @@ def transformer(
             b["tokens"], b.get("positions"), b.get("row_key"), b.get("segment_ids")
         ),
     )
-    decoder = functional(build, call=lambda module, batch: module.decode(**batch))
+    decoder = make_decoder(build, num_layers=config.num_layers, precision=precision)
 
     def init(key: jax.Array) -> tuple[Params, Params]:
         params, model_state = forward.init(key)
@@ -273,12 +282,9 @@ def transformer(
 
     def init_cache(batch_size: int, length: int, dtype: Any = precision) -> Cache:
         check_length(config, length)
-        shape = (config.num_layers, batch_size, length, config.kv_heads, config.head_size)
-        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-    def decode(params: Params, cache: Cache, tokens_BT: jax.Array, positions_BT: jax.Array):
-        inputs = {"cache": cache, "tokens_BT": tokens_BT, "positions_BT": positions_BT}
-        return decoder.apply(params, {}, inputs, key=None, train=False)[0]
+        shape = (config.num_layers, batch_size, config.kv_heads, length, config.head_size)
+        cache = Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return cache.apart() if takes_layers_apart() else cache
 
     def unembed(params: Params) -> jax.Array:
         return params["embed"]["embedding"].T if config.tie_embeddings else params["head"]["kernel"]
@@ -324,7 +330,8 @@ def transformer(
         logit_softcap=config.logit_softcap,
         kernels=kernels,
         init_cache=init_cache,
-        decode=decode,
+        decode=decoder.decode,
+        for_decode=decoder.for_decode,
     )
 
 
