@@ -14,7 +14,7 @@ from jaxtrain.models.functional import Model
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
 from jaxtrain.state import placed_state
 
-__all__ = ["load_params", "read_config"]
+__all__ = ["load_params", "read_config", "read_content"]
 
 
 def read_config[C: RunConfig](workdir: str | Path, config_class: type[C]) -> C:
@@ -24,13 +24,22 @@ def read_config[C: RunConfig](workdir: str | Path, config_class: type[C]) -> C:
         CheckpointError: if the directory holds no run.
         ConfigError: if the run was one of another class.
     """
+    path, values = read_content(workdir)
+    return from_dict(config_class, values, source=str(path))
+
+
+def read_content(workdir: str | Path) -> tuple[Path, dict[str, Any]]:
+    """(path of a run's config.json, the values in it), whatever experiment it was.
+
+    Raises:
+        CheckpointError: if the directory holds no run.
+    """
     path = Path(workdir).expanduser() / "config.json"
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not JSON"
+        return path, json.loads(path.read_text())["config"]
+    except (OSError, ValueError, KeyError) as error:
+        reason = getattr(error, "strerror", None) or "it is not JSON of a run"
         raise CheckpointError(f"workdir={workdir} holds no run: {path}: {reason}.") from error
-    return from_dict(config_class, content["config"], source=str(path))
 
 
 def load_params(

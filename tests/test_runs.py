@@ -69,7 +69,7 @@ def test_no_run_no_json_and_another_experiment_are_told_apart(tmp_path, workdir)
     with pytest.raises(CheckpointError, match=r"workdir=.* holds no run: .*: No such file"):
         read_config(tmp_path, RunConfig)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"holds no run: .*json: it is not JSON"):
+    with pytest.raises(CheckpointError, match=r"holds no run: .*json: it is not JSON of a run"):
         read_config(tmp_path, RunConfig)
     with pytest.raises(ConfigError, match=r"config\.json.*"):
         read_config(workdir, RunConfig)

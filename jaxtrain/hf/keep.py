@@ -75,6 +75,23 @@ def kept_tokenizer(workdir: str) -> Tokenizer | None:
     return open_tokenizer(str(folder)) if (folder / "tokenizer.json").is_file() else None
 
 
+def kept_stop_tokens(workdir: Path) -> tuple[int, ...]:
+    """The tokens at which generation ends, by generation_config.json, else by config.json."""
+    for name in (GENERATION, CONFIG):
+        path = workdir / FOLDER / name
+        ends = load_json(path).get("eos_token_id") if path.is_file() else None
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (ends,)
+    return ()
+
+
+def kept_length(workdir: Path) -> int | None:
+    """How many tokens the model that a run began with takes at a time, by its config.json."""
+    path = workdir / FOLDER / CONFIG
+    content = load_json(path) if path.is_file() else {}
+    return content.get("max_position_embeddings", content.get("n_positions"))
+
+
 def pass_on(old: Path, workdir: str) -> None:
     """Gives a new run what the run that it begins from keeps."""
     if not workdir or kept(old) is None or Path(workdir).resolve() == old.resolve():
