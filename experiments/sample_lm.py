@@ -1,4 +1,4 @@
-"""Generates text from a checkpoint of train_lm.py, or of `jaxtrain import-hf`.
+"""Generates text from a run of train_lm.py or finetune_lm.py, or of `jaxtrain import-hf`.
 
 python experiments/sample_lm.py --workdir=runs/lm --prompt="def main("
 """
@@ -7,7 +7,6 @@ import dataclasses
 import logging
 
 from jaxtrain.config import Config, field
-from jaxtrain.errors import ConfigError
 from jaxtrain.main import run_tool
 
 
@@ -17,9 +16,20 @@ class SampleConfig(Config):
 
     workdir: str = field("runs/lm", help="directory of the run that trained the model")
     step: int = field(-1, minimum=-1, help="checkpoint to take; -1: the newest")
-    prompt: str = field("import ", help="text to go on from")
-    num_tokens: int = field(100, unit="tokens", minimum=1, help="how much to generate")
-    num_samples: int = field(1, minimum=1, help="how many continuations")
+    prompt: tuple[str, ...] = field(
+        ("import ",), repeated=True, used_when={"prompts_file": ("",)}, help="text to go on from"
+    )
+    prompts_file: str = field(
+        "", help="a prompt in each line; or .jsonl: records with prompt, or with messages (--chat)"
+    )
+    chat: bool = field(False, help="prompts are messages of a user, in the model's chat template")
+    chat_template: str = field(
+        "", used_when={"chat": (True,)}, help="file with a Jinja template; empty: the run's"
+    )
+    num_tokens: int = field(100, unit="tokens", minimum=1, help="how much to generate at most")
+    num_samples: int = field(1, minimum=1, help="how many continuations of each prompt")
+    stop: tuple[str, ...] = field((), repeated=True, help="text before which an answer ends")
+    batch_size: int = field(16, minimum=1, help="how many are generated at once")
     temperature: float = field(0.8, minimum=0, help="divides the scores; 0: the likeliest token")
     top_k: int = field(0, unit="tokens", minimum=0, help="draw from the k likeliest; 0: from all")
     top_p: float = field(
@@ -30,46 +40,35 @@ class SampleConfig(Config):
 
 def sample(config: SampleConfig) -> None:
     """Restores the parameters of a run, without its optimizer, and prints continuations."""
-    from train_lm import LmConfig
+    from jaxtrain.answers import answer
+    from jaxtrain.lm_runs import read_lm_run
+    from jaxtrain.prompts import make_prompts, read_prompts
 
-    from jaxtrain.data.shards import shard_roots
-    from jaxtrain.data.text import tokenizer_of
-    from jaxtrain.hf.keep import kept_tokenizer
-    from jaxtrain.models.sample import generate
-    from jaxtrain.models.transformer import transformer
-    from jaxtrain.runs import load_params, read_config
-
-    if not config.prompt:
-        raise ConfigError("prompt is empty; give at least one character to go on from.")
-    run = read_config(config.workdir, LmConfig)
-    # Of a model that was imported, unless it has been trained on shards since.
-    imported = None if shard_roots(run.data.source) else kept_tokenizer(config.workdir)
-    tokenizer = imported or tokenizer_of(run.data)
-    (prompt,) = tokenizer.encode([config.prompt.encode()])
-    length = len(prompt) + config.num_tokens
-    practised = run.model.max_length if imported else run.data.sequence_length
-    if length > practised:
-        logging.getLogger("jaxtrain").warning(
-            "prompt and num_tokens=%d make %d tokens; the model was trained on %d at a time and has"
-            " not learned to go on after them",
-            config.num_tokens,
-            length,
-            practised,
-        )
-    model = transformer(run.model, precision=run.precision)
-    params = load_params(model, config.workdir, step=config.step)
-    continuations = generate(
+    run = read_lm_run(config.workdir)
+    text = run.open_text()
+    asked = read_prompts(config.prompts_file) if config.prompts_file else config.prompt
+    template = text.chat_template(config.chat_template) if config.chat else None
+    prompts = make_prompts(asked, text.tokenizer, beginning=text.beginning, template=template)
+    run.warn_of_length(max(len(one.tokens) for one in prompts), config.num_tokens)
+    model, params = run.load(step=config.step)
+    prompts = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    texts, speed = answer(
         model,
         params,
-        [prompt] * config.num_samples,
+        prompts,
+        text.tokenizer,
         num_tokens=config.num_tokens,
+        stop_strings=config.stop,
+        stop_tokens=text.stop_tokens,
+        batch_size=config.batch_size,
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
         seed=config.seed,
     )
-    for tokens in continuations:
-        print(f"{config.prompt}{tokenizer.decode(tokens)}\n")
+    for prompt, continuation in zip(prompts, texts, strict=True):
+        print(f"{prompt.shown}{continuation}\n")
+    logging.getLogger("jaxtrain").info("%s", speed)
 
 
 if __name__ == "__main__":

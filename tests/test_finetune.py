@@ -1,5 +1,6 @@
 """finetune_lm.py on a tiny model of Hugging Face: from its directory to an export of the result."""
 
+import ast
 import json
 import math
 import re
@@ -7,11 +8,13 @@ import re
 import hugging
 import jax
 import jax.numpy as jnp
+import jinja2
 import numpy as np
 import pytest
 from experimenting import ROOT, TINY, eval_records, start, succeed, train_records, write_text
 
 from jaxtrain import cli
+from jaxtrain.models.functional import logits
 from jaxtrain.models.lora_config import LoraConfig
 from jaxtrain.models.transformer import TransformerConfig, transformer
 from jaxtrain.runs import load_params
@@ -151,3 +154,81 @@ def test_a_run_of_jaxtrain_is_adapted(tmp_path):
     for path, leaf in named_leaves(load_params(adapted, tmp_path / "b")):
         if path in base:
             np.testing.assert_array_equal(leaf, jnp.asarray(base[path], jnp.bfloat16), path)
+
+
+# Sampling
+
+
+def greedy(directory, tokens, num_tokens):
+    """The likeliest tokens by the parallel forward of a whole model, one after the other."""
+    _, model, params, _ = hugging.load(directory)
+
+    @jax.jit
+    def scores(tokens):
+        hidden, _ = model.apply(params, {}, {"tokens": tokens}, key=None, train=False)
+        return logits(model, params, hidden)
+
+    tokens = list(tokens)
+    for position in range(len(tokens), len(tokens) + num_tokens):
+        padded = np.array([tokens + [0] * (128 - len(tokens))], np.int32)
+        tokens.append(int(scores(padded)[0, position - 1].argmax()))
+    return tokens[-num_tokens:]
+
+
+NAMES = ["<unk>", "\n", *map(chr, range(32, 127)), "<|im_start|>", "<|im_end|>", "", ""]
+"""What `write_tokenizer` makes of tokens; the models have two more."""
+
+
+@pytest.fixture(scope="module")
+def imported(model, tmp_path_factory):
+    """What `jaxtrain import-hf` makes of it; generation ends at 98 only."""
+    workdir = tmp_path_factory.mktemp("imported") / "base"
+    cli.main(["jaxtrain", "import-hf", str(model), f"--workdir={workdir}"])
+    (workdir / "hf" / "generation_config.json").write_text('{"eos_token_id": 98}')
+    return workdir
+
+
+def test_a_chat_is_answered_as_the_template_asks(model, imported, tmp_path):
+    """Text from Jinja itself, tokens from the parallel forward of the original."""
+    text = jinja2.Template(TEMPLATE, trim_blocks=True).render(
+        messages=[{"role": "user", "content": "Hi?"}], add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    written = map(NAMES.index, re.findall(r"<\|im_(?:start|end)\|>|[\s\S]", text))
+    tokens = greedy(model, written, 20)
+    tokens = tokens[: tokens.index(98)] if 98 in tokens else tokens
+    flags = (f"--workdir={imported}", "--num_tokens=20", "--temperature=0")
+    out = succeed("sample_lm", *flags, "--chat", "--prompt=Hi?").out
+    assert out == f"Hi?\n{''.join(NAMES[token] for token in tokens)}\n\n"
+    # The same messages in a file, and a template of one's own that does not write the roles.
+    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi?"}]}')
+    (tmp_path / "other.jinja").write_text("{{ messages[0].content }}")
+    chat = (*flags, "--chat", f"--prompts_file={tmp_path / 'asked.jsonl'}")
+    assert succeed("sample_lm", *chat).out == out
+    other = succeed("sample_lm", *chat, f"--chat_template={tmp_path / 'other.jinja'}").out
+    plain = succeed("sample_lm", *flags, "--prompt=Hi?").out
+    assert other == plain.replace("Hi?", "Hi?\n", 1) != out
+
+
+def test_generation_ends_at_the_tokens_that_the_model_names(imported):
+    flags = (f"--workdir={imported}", "--num_tokens=24", "--temperature=0", "--prompt=abc")
+    path = imported / "hf" / "generation_config.json"
+    before = path.read_text()
+    free = succeed("sample_lm", *flags).out.removeprefix("abc").removesuffix("\n\n")
+    path.write_text(json.dumps({"eos_token_id": [98, NAMES.index(free[2])]}))
+    found = succeed("sample_lm", *flags).out
+    path.write_text(before)
+    assert found == f"abc{free[: free.index(free[2])]}\n\n"
+
+
+def test_what_lora_learned_is_sampled(tuned):
+    """As the run said itself after its last step."""
+    workdir, said = tuned
+    (workdir / "hf" / "generation_config.json").write_text('{"eos_token_id": 98}')
+    flags = (f"--workdir={workdir}", "--chat", "--num_tokens=8", "--temperature=0")
+    answers = []
+    for when in ("before", "after"):
+        ((prompt, answer),) = re.findall(rf"{when}: ('.*') -> ('.*')", said)
+        question = ast.literal_eval(prompt).split("\n")[1]
+        answers.append(f"{question}\n{ast.literal_eval(answer)}\n\n")
+    assert succeed("sample_lm", *flags, f"--prompt={question}").out == answers[1] != answers[0]

@@ -136,8 +136,11 @@ class ChatTemplate:
             raise DataError(f"chat template {self.name} refuses it: {error}") from error
 
 
-def check_messages(messages: Any) -> str:
-    """What is wrong with the messages of a record; "" if nothing is."""
+def check_messages(messages: Any, *, needs_answer: bool = True) -> str:
+    """What is wrong with the messages of a record; "" if nothing is.
+
+    `needs_answer`: to learn from, there is one of the assistant.
+    """
     if not isinstance(messages, list) or not messages:
         return "has no list of messages"
     for number, message in enumerate(messages):
@@ -150,7 +153,7 @@ def check_messages(messages: Any) -> str:
             )
         if _BEGIN in message["content"] or _END in message["content"]:
             return f"has U+FDD0 or U+FDD1 in message {number}, which are no characters"
-    if not any(message["role"] == "assistant" for message in messages):
+    if needs_answer and not any(message["role"] == "assistant" for message in messages):
         return "has no message of the assistant, so there is nothing to learn from it"
     return ""
 
