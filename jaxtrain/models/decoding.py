@@ -73,7 +73,8 @@ class Seconds:
 
 def prepared(model: Model, params: Params) -> Params:
     """The parameters in the form for decoding, which several batches can share."""
-    return jax.block_until_ready(_compiled(_prepare, (model,), (params,))(params))
+    prepare = _compiled(_prepare, (model,), (params,), _replicated(params))
+    return jax.block_until_ready(prepare(params))
 
 
 class Decoding:
@@ -137,7 +138,8 @@ class Decoding:
         """Reads the prompts; returns the first token of each row, int32 [rows, 1]."""
         arguments = (self._params, self._prompts_BP, self._has_ended_B, self._inputs)
         with _adding(self.seconds, "compile"):
-            prefill = _compiled(_prefill, (self._model, self._num_slots, self._place), arguments)
+            static = (self._model, self._num_slots, self._place)
+            prefill = _compiled(_prefill, static, arguments, self._place)
         with _adding(self.seconds, "prefill"):
             self._state = prefill(*arguments)
             self._note_ended()
@@ -154,7 +156,8 @@ class Decoding:
                 self._ready = prepared(self._model, self._params)
             limit = np.int32(min(PIECE, self.num_tokens - self.num_done))
             arguments = (self._ready, self._state, self._inputs, self._has_ended_B, limit)
-            piece = _compiled(_piece, (self._model, self._place), arguments, donated=1)
+            static = (self._model, self._place)
+            piece = _compiled(_piece, static, arguments, self._place, donated=1)
         with _adding(self.seconds, "decode"):
             self._state, tokens_BN, count = piece(*arguments)
             self._note_ended()
@@ -269,15 +272,25 @@ def _replicated(params: Params) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec())
 
 
-def _compiled(function: Any, static: tuple, arguments: tuple, donated: int | None = None) -> Any:
+def _compiled(
+    function: Any,
+    static: tuple,
+    arguments: tuple,
+    place: NamedSharding | None,
+    donated: int | None = None,
+) -> Any:
     """The program for arguments of these shapes, dtypes and layouts; compiled once."""
     leaves, treedef = jax.tree.flatten(arguments)
-    return _compile(function, static, treedef, tuple(map(_abstract, leaves)), donated)
+    abstract = tuple(_abstract(leaf, place) for leaf in leaves)
+    return _compile(function, static, treedef, abstract, donated)
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Any, place: NamedSharding | None) -> jax.ShapeDtypeStruct:
     # An array that was put nowhere goes where the others are.
     sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+    # XLA has several names for "whole on every device", and programs are found by name.
+    if sharding is not None and place is not None and sharding.is_equivalent_to(place, leaf.ndim):
+        sharding = place
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
