@@ -7,10 +7,8 @@ Says loss, perplexity and an answer before and after. Without --lora.rank all pa
 """
 
 import dataclasses
-import functools
 import logging
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config import OptimizerConfig, RunConfig, field, override
@@ -34,7 +32,7 @@ class FinetuneConfig(RunConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: ExamplesConfig = field(default_factory=ExamplesConfig)
     optimizer: OptimizerConfig = field(
-        default_factory=functools.partial(OptimizerConfig, learning_rate=2e-4, warmup_steps=-1)
+        default_factory=lambda: OptimizerConfig(learning_rate=2e-4, warmup_steps=-1)
     )
     sample_tokens: int = field(32, minimum=0, help="length of the answers shown; 0: none")
 
@@ -43,21 +41,23 @@ def build(config: FinetuneConfig) -> Experiment:
     """Makes model, loss and data. Heavy imports are here, so that --help answers at once."""
     import jax
 
-    from jaxtrain.data.examples import examples_datasets, open_model_tokenizer
+    from jaxtrain.data.examples import examples_datasets, open_model_tokenizer, stand_in
     from jaxtrain.losses import lm_loss
     from jaxtrain.models.sample import greedy_answer
     from jaxtrain.models.transformer import transformer
 
+    kinds = {"precision": config.precision, "remat": config.remat}
+    model = transformer(config.model, lora=config.lora, **kinds)
+    if config.plan and not config.data.source:
+        return Experiment(model=model, loss_fn=lm_loss(model), train_data=stand_in(config.data))
     folder = tokenizer_folder(config.checkpoint.restore_from, config.workdir)
     tokenizer, template = open_model_tokenizer(config.data, folder)
     train_data, eval_data, info = examples_datasets(config.data, tokenizer, template)
     info.check_vocabulary(config.model.vocab_size)
-    kinds = {"precision": config.precision, "remat": config.remat}
-    model = transformer(config.model, lora=config.lora, **kinds)
     end, room = tokenizer.end_of_document, config.data.sequence_length - config.sample_tokens
     prompt = info.prompt[-max(room, 1) :] or (end,)
 
-    def show(when: str, params: Any, means: Mapping[str, float]) -> None:
+    def show(when: str, params: Any, means: Any) -> None:
         if loss := means.get("loss"):
             _logger.info("%s: loss %.4f nats, perplexity %.5g", when, loss, math.exp(loss))
         if config.sample_tokens and jax.process_count() == 1:

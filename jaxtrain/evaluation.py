@@ -25,11 +25,12 @@ from jaxtrain.models.functional import Model, as_model
 from jaxtrain.nonfinite import NonFiniteGuard
 from jaxtrain.phases import Phase
 from jaxtrain.preemption import Preemption
-from jaxtrain.program import program_options
+from jaxtrain.program import frozen_params, program_options
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
 from jaxtrain.sharding import check_batch_size
 from jaxtrain.state import TrainState, placed_state
 from jaxtrain.step import make_eval_step
+from jaxtrain.tree import merge
 
 
 def evaluate_run(
@@ -62,7 +63,9 @@ def evaluate_run(
     batch_size = config.global_batch_size // config.accumulate_steps
     check_batch_size(batch_size, 1, mesh, rules)
     ema = config.optimizer.ema_decay > 0
-    abstract = placed_state(model, optax.identity(), mesh, rules=rules, ema=ema)
+    abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    frozen = frozen_params(config, model, abstract_params)
+    abstract = placed_state(model, optax.identity(), mesh, rules=rules, ema=ema, frozen=frozen)
     phases.report(Phase.RESTORE)
     state, _, step = resume.load(config.workdir, abstract, step=config.checkpoint.restore_step)
     xla = program_options(config, mesh)
@@ -114,9 +117,10 @@ class Evaluation:
         begin = time.perf_counter()
         phases.report(Phase.EVALUATION)
         means: dict[str, float] = {}
-        for prefix, params in (("", state.params), ("ema_", state.ema_params)):
-            if params is None:
+        for prefix, changed in (("", state.params), ("ema_", state.ema_params)):
+            if changed is None:
                 continue
+            params = merge(changed, state.params)
             found = {}
             for name, data in self._parts.items():
                 limit = math.ceil(max_batches * self._shares.get(name, 1))

@@ -179,6 +179,7 @@ def audit(
     rules: ShardingRules = DEFAULT_RULES,
     allow_replicated: float = DEFAULT_ALLOW_REPLICATED,
     ema: bool = False,
+    frozen: Any = None,
 ) -> Audit:
     """Says where parameters and optimizer state of a model would live on a mesh.
 
@@ -189,6 +190,7 @@ def audit(
         rules: the rules of the run.
         allow_replicated: see `Audit.check`; 1 allows everything.
         ema: whether the state has a moving average of the parameters.
+        frozen: tree of bool like the parameters; those marked True have no average.
 
     Returns:
         One row per array; print its `table()` or `short()`.
@@ -197,7 +199,7 @@ def audit(
         ConfigError: as `Audit.check` and `param_layouts` do.
     """
     model = as_model(model)
-    state = abstract_state(model, optimizer or optax.identity(), ema=ema)
+    state = abstract_state(model, optimizer or optax.identity(), ema=ema, frozen=frozen)
     return audit_state(state, model, mesh, rules=rules, allow_replicated=allow_replicated)
 
 
@@ -215,7 +217,8 @@ def audit_state(
     shardings = param_shardings(state.params, logical_axes, mesh, rules)
     groups: list[tuple[str, list[Layout]]] = [("params", layouts)]
     if state.ema_params is not None:
-        groups.append(("ema_params", layouts))
+        averaged = {path for path, _ in named_leaves(state.ema_params)}
+        groups.append(("ema_params", [each for each in layouts if each.path in averaged]))
     if jax.tree.leaves(state.opt_state):
         groups.append(
             ("opt_state", opt_state_layouts(state.opt_state, state.params, shardings, mesh))

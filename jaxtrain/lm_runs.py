@@ -49,7 +49,7 @@ class RunText(NamedTuple):
         place = path or self.template
         if not place:
             raise ConfigError("the run keeps no chat template; give --chat_template=FILE.")
-        return ChatTemplate.read(place)
+        return ChatTemplate.read(place, "give --chat_template=FILE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,8 @@ def fit(
         # Where the run begins: a checkpoint, or the initial values.
         def init() -> TrainState:
             ema = config.optimizer.ema_decay > 0
-            return init_state(model, program.tx, mesh, rules=rules, seed=config.seed, ema=ema)
+            options = {"rules": rules, "seed": config.seed, "ema": ema, "frozen": program.frozen}
+            return init_state(model, program.tx, mesh, **options)
 
         fingerprint = train_data.fingerprint  # it may hash all of the data
         with together():

@@ -34,6 +34,8 @@ class TrainProgram:
     tx: optax.GradientTransformation
     abstract: TrainState
     """Shapes, dtypes and shardings of the state that goes in and comes out."""
+    frozen: Any
+    """Tree of bool like the parameters: True for those that do not train."""
     layout: Audit
     step: Callable[..., Any]
     """(state, batch) -> (state, metrics)"""
@@ -84,15 +86,15 @@ def train_program(
     abstract_params, _ = jax.eval_shape(model.init, jax.random.key(0))
     _check_sizes(model, abstract_params, config, mesh, rules)
     is_own = tx is not None
-    options = OptimizerConfig() if is_own else config.optimizer
-    frozen = optim.frozen_mask(options, abstract_params, model.frozen)
+    frozen = frozen_params(config, model, abstract_params, has_own_optimizer=is_own)
     learning_rate = (
         None if is_own else optim.learning_rate_schedule(config.optimizer, config.num_steps)
     )
     tx = optimizer_of(config, model, abstract_params, tx)
     ema_decay = config.optimizer.ema_decay
-    ema = ema_decay > 0
-    layout = audit(model, mesh, tx, rules=rules, allow_replicated=config.allow_replicated, ema=ema)
+    average: dict[str, Any] = {"ema": ema_decay > 0, "frozen": frozen}
+    allowed = config.allow_replicated
+    layout = audit(model, mesh, tx, rules=rules, allow_replicated=allowed, **average)
     step = make_train_step(
         model,
         loss_fn,
@@ -104,8 +106,16 @@ def train_program(
         ema_decay=ema_decay,
         frozen=frozen,
     )
-    abstract = placed_state(model, tx, mesh, rules=rules, seed=config.seed, ema=ema)
-    return TrainProgram(tx, abstract, layout, step, program_options(config, mesh))
+    abstract = placed_state(model, tx, mesh, rules=rules, seed=config.seed, **average)
+    return TrainProgram(tx, abstract, frozen, layout, step, program_options(config, mesh))
+
+
+def frozen_params(
+    config: RunConfig, model: Model, abstract_params: Any, *, has_own_optimizer: bool = False
+) -> Any:
+    """The parameters of a run that do not train: a tree of bool, True where frozen."""
+    options = OptimizerConfig() if has_own_optimizer else config.optimizer
+    return optim.frozen_mask(options, abstract_params, model.frozen)
 
 
 def optimizer_of(

@@ -16,6 +16,7 @@ from jaxtrain.errors import CheckpointError
 from jaxtrain.hf.configs import is_model_directory
 from jaxtrain.hf.keep import pass_on
 from jaxtrain.start import Start, newest_record, restore_newest, start_at
+from jaxtrain.state import start_average
 from jaxtrain.tree import path_str
 
 _logger = logging.getLogger("jaxtrain")
@@ -69,7 +70,7 @@ def begin_elsewhere(config: RunConfig, abstract: Any, init: Callable[[], Any] | 
     params = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), state.params, abstract.params)
     state = state.replace(params=params)
     if is_imported and state.ema_params is not None:
-        state = state.replace(ema_params=jax.tree.map(jnp.copy, state.params))
+        state = state.replace(ema_params=start_average(state.params, abstract.ema_params))
     from_primary(lambda: pass_on(directory.parent, config.workdir))
     begins_at = int(np.asarray(state.step))
     _logger.info("restored step %d from %s; the run begins at step %d", step, directory, begins_at)

@@ -21,7 +21,7 @@ from jaxtrain.models.functional import Model, as_model
 from jaxtrain.optim import require_optimizer
 from jaxtrain.placement import opt_state_shardings, param_shardings
 from jaxtrain.rules import DEFAULT_RULES, ShardingRules
-from jaxtrain.tree import named_leaves, num_elements
+from jaxtrain.tree import named_leaves, num_elements, partition, restrict
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,8 @@ class TrainState:
     opt_state: Any
     """What the optimizer's `init` made of the parameters."""
     ema_params: Any = None
-    """Moving average of the parameters; None unless asked for."""
+    """Moving average of the parameters that train, None in the places of the others; None unless
+    asked for."""
     key: jax.Array
     """Base key, constant over the run; a step folds its number into it."""
 
@@ -53,10 +54,12 @@ def abstract_state(
     *,
     seed: int = 0,
     ema: bool = False,
+    frozen: Any = None,
 ) -> TrainState:
     """The shapes and dtypes of a train state; nothing is computed, no device is needed."""
     require_optimizer(tx)
-    return jax.eval_shape(lambda seed: _new_state(as_model(model), tx, seed, ema), np.uint32(seed))
+    model = as_model(model)
+    return jax.eval_shape(lambda seed: _new_state(model, tx, seed, ema, frozen), np.uint32(seed))
 
 
 def state_shardings(
@@ -77,7 +80,7 @@ def state_shardings(
         params=params,
         model_state=jax.tree.map(lambda _: replicated, abstract.model_state),
         opt_state=opt_state_shardings(abstract.opt_state, abstract.params, params, mesh),
-        ema_params=None if abstract.ema_params is None else params,
+        ema_params=abstract.ema_params and restrict(params, abstract.ema_params),
         key=replicated,  # pyright: ignore[reportArgumentType]
     )
 
@@ -90,9 +93,10 @@ def placed_state(
     rules: ShardingRules = DEFAULT_RULES,
     seed: int = 0,
     ema: bool = False,
+    frozen: Any = None,
 ) -> TrainState:
     """`abstract_state` with the sharding of every leaf: what a restore asks for."""
-    abstract = abstract_state(model, tx, seed=seed, ema=ema)
+    abstract = abstract_state(model, tx, seed=seed, ema=ema, frozen=frozen)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
@@ -108,6 +112,7 @@ def init_state(
     rules: ShardingRules = DEFAULT_RULES,
     seed: int = 0,
     ema: bool = False,
+    frozen: Any = None,
 ) -> TrainState:
     """Initialises a train state on the mesh, every leaf in its final layout.
 
@@ -122,21 +127,34 @@ def init_state(
         rules: which logical axes are stored over which mesh axes.
         seed: of the parameters and of the state's key.
         ema: whether to keep a moving average of the parameters, which begins as a copy.
+        frozen: tree of bool like the parameters; those marked True need no average.
 
     Raises:
         ConfigError: when parameters do not divide over the mesh, or are no arrays.
     """
-    abstract = abstract_state(model, tx, seed=seed, ema=ema)
+    abstract = abstract_state(model, tx, seed=seed, ema=ema, frozen=frozen)
     shardings = state_shardings(abstract, model, mesh, rules)
-    return init_fn(model, tx, shardings, ema=ema)(np.uint32(seed))
+    return init_fn(model, tx, shardings, ema=ema, frozen=frozen)(np.uint32(seed))
 
 
 def init_fn(
-    model: Model | tuple, tx: optax.GradientTransformation, shardings: TrainState, *, ema: bool
+    model: Model | tuple,
+    tx: optax.GradientTransformation,
+    shardings: TrainState,
+    *,
+    ema: bool,
+    frozen: Any = None,
 ) -> Any:
     """The jitted function seed (uint32) -> TrainState behind `init_state`."""
     model = as_model(model)
-    return jax.jit(lambda seed: _new_state(model, tx, seed, ema), out_shardings=shardings)
+    return jax.jit(lambda seed: _new_state(model, tx, seed, ema, frozen), out_shardings=shardings)
+
+
+def start_average(params: Any, abstract_average: Any) -> Any:
+    """What a moving average begins as: a copy of the parameters that it is kept of, if any is."""
+    if abstract_average is None:
+        return None
+    return jax.tree.map(jnp.copy, restrict(params, abstract_average))
 
 
 def num_params(model: Model | tuple) -> int:
@@ -151,18 +169,23 @@ def num_params(model: Model | tuple) -> int:
 
 
 def _new_state(
-    model: Model, tx: optax.GradientTransformation, seed: jax.typing.ArrayLike, ema: bool
+    model: Model,
+    tx: optax.GradientTransformation,
+    seed: jax.typing.ArrayLike,
+    ema: bool,
+    frozen: Any,
 ) -> TrainState:
     init_key, key = jax.random.split(jax.random.key(seed))
     params, model_state = model.init(init_key)
     _refuse_python_scalars(params, model_state)
+    averaged = params if frozen is None else partition(params, frozen)[1]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         model_state=model_state,
         opt_state=tx.init(params),
         # A copy inside the program: a buffer that is in the state twice cannot be donated.
-        ema_params=jax.tree.map(jnp.copy, params) if ema else None,
+        ema_params=jax.tree.map(jnp.copy, averaged) if ema else None,
         key=key,
     )
 

@@ -91,6 +91,16 @@ def merge(selected: Any, rest: Any) -> Any:
     )
 
 
+def restrict(tree: Any, present: Any) -> Any:
+    """A tree without the leaves in whose places `present` has None."""
+    return jax.tree.map(
+        lambda there, leaf: None if there is None else leaf,
+        present,
+        tree,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
 def is_float(leaf: Any) -> bool:
     """Whether a leaf holds real floating-point numbers, bfloat16 and float8 included."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)

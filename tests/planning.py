@@ -22,13 +22,14 @@ needs_tpu = pytest.mark.skipif(
 )
 
 
-def lm_builder(model_config, length):
+def lm_builder(model_config, length, lora=None):
     """A `build` as `jaxtrain.main.run` takes it: a transformer, and a few rows of zeros."""
     rows, mask = np.zeros((4, length), np.int32), np.ones((4, length), np.float32)
     data = ArrayDataset({"tokens": rows, "targets": rows, "loss_mask": mask})
 
     def build(config):
-        model = transformer(model_config, precision=config.precision, remat=config.remat)
+        kinds = {"precision": config.precision, "remat": config.remat}
+        model = transformer(model_config, lora=lora, **kinds)
         return Experiment(model=model, loss_fn=lm_loss(model), train_data=data)
 
     return build

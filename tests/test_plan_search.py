@@ -151,7 +151,7 @@ def test_operations_of_a_traced_row_are_those_of_the_compiled_step(analysis):
     )
     planner._experiments = {"full": experiment}
     program, _, mesh = planner.program(run)
-    flops = row_flops(experiment, program.abstract, mesh)
+    flops = row_flops(experiment, program.abstract, program.frozen, mesh)
     counted = planner.plan(run).flops_per_device
     assert 4 * sum(flops.values()) == pytest.approx(counted, rel=0.02)
 

@@ -33,7 +33,7 @@ from jaxtrain.data.tokenizing import Tokenizer, open_tokenizer
 from jaxtrain.errors import ConfigError, DataError
 from jaxtrain.units import several
 
-__all__ = ["Example", "ExamplesInfo", "examples_datasets", "read_examples"]
+__all__ = ["Example", "ExamplesInfo", "examples_datasets", "read_examples", "stand_in"]
 
 _NAMED = 5
 
@@ -141,6 +141,13 @@ def examples_datasets(
         prompt=_prompt((held_out or train)[0]),
     )
     return rows[0], rows[1] if held_out else None, info
+
+
+def stand_in(config: ExamplesConfig) -> PackedDataset:
+    """One row as training has them, for a plan without examples."""
+    length = config.sequence_length
+    row = np.zeros(length, np.int32), np.ones(length, np.float32)
+    return PackedDataset(Documents.from_list([row]), length, name="a row for the plan")
 
 
 def read_examples(source: str, tokenizer: Tokenizer, template: str = "") -> list[Example]:

@@ -16,7 +16,7 @@ from jaxtrain.data.text_config import TextDataConfig
 from jaxtrain.data.tokenizing import Tokenizer, configured_token, open_tokenizer
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.hf.configs import CONFIG, load_json
-from jaxtrain.hf.exporting import load_merged, read_lora, read_run
+from jaxtrain.hf.exporting import load_merged, read_run
 from jaxtrain.hf.keep import FOLDER, GENERATION, kept_tokenizer
 from jaxtrain.hf.load import load_params, opening_model
 from jaxtrain.mesh import make_mesh
@@ -97,18 +97,18 @@ def open_run(
         ConfigError: for a mesh or a length that cannot work.
     """
     path = Path(workdir).expanduser()
-    model_config, trained_length = read_run(path)
-    lora = read_lora(path)
+    run = read_run(path)
+    trained_length = run.max_length
     values = load_json(path / CONFIG)["config"]
     tokenizer, template_place, folder = _tokenizer_of(workdir, values.get("data", {}))
     content = path / FOLDER / CONFIG
     if content.is_file():
         trained_length = _context(load_json(content), trained_length)
-    length = _checked_length(model_config, max_length or trained_length)
-    params, found = load_merged(workdir, model_config, lora, mesh=mesh, step=step, ema=ema)
+    length = _checked_length(run.config, max_length or trained_length)
+    params, found = load_merged(workdir, run, mesh=mesh, step=step, ema=ema)
     return Subject(
         name=str(workdir),
-        model=transformer(model_config, precision=precision or values["precision"]),
+        model=transformer(run.config, precision=precision or values["precision"]),
         params=params,
         mesh=make_mesh(mesh),
         tokenizer=tokenizer,

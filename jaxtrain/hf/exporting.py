@@ -9,20 +9,22 @@ those of the original. What LoRA trained is merged into the weights. A run that 
 DIR.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxtrain.config import Config, RunConfig, field, from_dict, override
+from jaxtrain import tree
+from jaxtrain.config import Config, OptimizerConfig, RunConfig, field, from_dict, override
 from jaxtrain.errors import CheckpointError, ConfigError
 from jaxtrain.hf import tables
 from jaxtrain.hf.configs import CONFIG, differences, load_json, read_config, write_config
@@ -33,7 +35,6 @@ from jaxtrain.models.lora_config import LoraConfig
 from jaxtrain.models.transformer_config import TransformerConfig
 from jaxtrain.output_files import scratch_path, sync_directory, writing
 from jaxtrain.progress import setup_logging
-from jaxtrain.tree import named_leaves
 from jaxtrain.units import nbytes
 
 _log = logging.getLogger("jaxtrain")
@@ -69,45 +70,35 @@ def export_model(directory: Path, config: ExportConfig) -> str:
     if os.path.lexists(directory):
         raise ConfigError(f"DIR={directory} is there already; name a new directory.")
     workdir = Path(config.workdir).expanduser()
-    model_config, max_length = read_run(workdir)
-    lora = read_lora(workdir)
-    content, origin = describe(model_config, workdir, max_length)
+    run = read_run(workdir)
+    content, origin = describe(run.config, workdir, run.max_length)
+    model_type = content["model_type"]
     params, _ = load_merged(
-        config.workdir, model_config, lora, mesh=config.mesh, step=config.step, ema=config.ema
+        config.workdir, run, mesh=config.mesh, step=config.step, ema=config.ema
     )
-    tensors = tensors_of(params, model_config, content["model_type"], origin)
-    scratch = scratch_path(directory)
-    with writing(directory):
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    try:
-        if origin is None:
-            write_text(scratch / CONFIG, json.dumps(content, indent=2) + "\n")
-            write_text(scratch / GENERATION, json.dumps({"_from_model_config": True}) + "\n")
-        else:
-            for name in COPIED:
-                if (origin.folder / name).is_file():
-                    text = (origin.folder / name).read_bytes()
-                    with writing(scratch / name):
-                        (scratch / name).write_bytes(text)
+    tensors = tensors_of(params, run.config, model_type, origin)
+    with _whole(directory) as scratch:
+        _write_description(scratch, content, origin)
         write_weights(scratch, tensors, shard_bytes=config.shard_bytes)
-        with writing(directory):
-            sync_directory(scratch)
-            os.rename(scratch, directory)
-            sync_directory(directory.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
     dtypes = sorted({tensor.dtype for tensor in tensors})
     size = nbytes(sum(tensor.num_bytes for tensor in tensors))
-    return (
-        f"{directory}: {content['model_type']}, {len(tensors)} tensors in {'/'.join(dtypes)}, "
-        f"{size}"
-    )
+    return f"{directory}: {model_type}, {len(tensors)} tensors in {'/'.join(dtypes)}, {size}"
 
 
-def read_run(workdir: Path) -> tuple[TransformerConfig, int]:
-    """(model, tokens that it was trained on at a time) of a run."""
+class TrainedModel(NamedTuple):
+    """What a run says of its model."""
+
+    config: TransformerConfig
+    lora: LoraConfig
+    """Of rank 0 where nothing was adapted."""
+    freeze: str
+    """Pattern of the parameters that stayed as they were."""
+    max_length: int
+    """Tokens that it was trained on at a time."""
+
+
+def read_run(workdir: Path) -> TrainedModel:
+    """The model of a run, by its config.json."""
     path = workdir / CONFIG
     if not path.is_file():
         raise CheckpointError(f"workdir={workdir} holds no run: there is no {CONFIG}.")
@@ -115,14 +106,12 @@ def read_run(workdir: Path) -> tuple[TransformerConfig, int]:
     if not isinstance(values.get("model"), dict) or "num_layers" not in values["model"]:
         raise CheckpointError(f"workdir={workdir} is no run of a transformer ({path}).")
     config = from_dict(TransformerConfig, values["model"], source=str(path))
-    return config, values.get("data", {}).get("sequence_length", config.max_length)
-
-
-def read_lora(workdir: Path) -> LoraConfig:
-    """How a run adapted its projections; of rank 0 where it did not."""
-    path = workdir / CONFIG
-    values = load_json(path).get("config", {}).get("lora", {})
-    return from_dict(LoraConfig, values, source=str(path))
+    return TrainedModel(
+        config,
+        from_dict(LoraConfig, values.get("lora", {}), source=str(path)),
+        values.get("optimizer", {}).get("freeze", ""),
+        values.get("data", {}).get("sequence_length", config.max_length),
+    )
 
 
 def describe(
@@ -153,7 +142,7 @@ def tensors_of(
         model_type: as in config.json.
         origin: what the model was imported from; None: all in float32.
     """
-    leaves = dict(named_leaves(params))
+    leaves = dict(tree.named_leaves(params))
     prefix = tables.prefix_of(model_type) if origin is None else origin.prefix
     placed = tables.placed(
         model_type, tables.shapes_of(params), vocab_size=config.vocab_size, prefix=prefix
@@ -189,14 +178,43 @@ def _tensor(leaves: Mapping[str, Any], vocab_size: int, piece: tables.Placed) ->
     return np.concatenate(parts, 0 if piece.rule.form.is_transposed else -1)
 
 
+@contextlib.contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """Where to write a directory that gets its name when all of it is on the disk."""
+    scratch = scratch_path(directory)
+    with writing(directory):
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        with writing(directory):
+            sync_directory(scratch)
+            os.rename(scratch, directory)
+            sync_directory(directory.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _write_description(scratch: Path, content: Mapping[str, Any], origin: Kept | None) -> None:
+    """All files but the weights."""
+    if origin is None:
+        _write_json(scratch / CONFIG, content)
+        _write_json(scratch / GENERATION, {"_from_model_config": True})
+        return
+    for name in COPIED:
+        if (origin.folder / name).is_file():
+            text = (origin.folder / name).read_bytes()
+            with writing(scratch / name):
+                (scratch / name).write_bytes(text)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
 def load_merged(
-    workdir: str,
-    model_config: TransformerConfig,
-    lora: LoraConfig,
-    *,
-    mesh: str,
-    step: int,
-    ema: bool,
+    workdir: str, run: TrainedModel, *, mesh: str, step: int, ema: bool
 ) -> tuple[Any, int]:
     """(parameters of a run, the step of the checkpoint that they are of).
 
@@ -204,8 +222,7 @@ def load_merged(
 
     Args:
         workdir: of the run; only read.
-        model_config: of the run, from `read_run`.
-        lora: of the run, from `read_lora`.
+        run: from `read_run`.
         mesh: any; it need not be that of the run.
         step: which checkpoint; -1: the newest.
         ema: whether to take the moving average.
@@ -216,11 +233,15 @@ def load_merged(
     from jaxtrain.mesh import make_mesh
     from jaxtrain.models.lora import merge
     from jaxtrain.models.transformer import transformer
-    from jaxtrain.state import placed_state
+    from jaxtrain.optim import frozen_mask
+    from jaxtrain.state import abstract_state, placed_state
 
-    model = transformer(model_config, lora=lora)
-    abstract = placed_state(model, optax.identity(), make_mesh(mesh), ema=ema)
-    if ema:
-        abstract = abstract.replace(params=None)
+    model = transformer(run.config, lora=run.lora)
+    params = abstract_state(model, optax.identity()).params
+    frozen = frozen_mask(OptimizerConfig(freeze=run.freeze), params, model.frozen)
+    abstract = placed_state(model, optax.identity(), make_mesh(mesh), ema=ema, frozen=frozen)
+    if ema:  # what does not train has no average
+        abstract = abstract.replace(params=tree.partition(abstract.params, frozen)[0])
     state, _, step = resume.load(workdir, abstract, step=step)
-    return merge(state.ema_params if ema else state.params, lora), step
+    params = tree.merge(state.ema_params, state.params) if ema else state.params
+    return merge(params, run.lora), step

@@ -134,6 +134,7 @@ def begin_from(
     # LoRA's A and B are not in a file: they begin at their initial values.
     from jaxtrain.models.functional import deep_merge
     from jaxtrain.models.lora import without_adapters, without_base
+    from jaxtrain.state import start_average
 
     ours = getattr(config, "model", None)
     if not isinstance(ours, TransformerConfig) or init is None:
@@ -160,7 +161,7 @@ def begin_from(
             state = state.replace(params=None, ema_params=None)
             params = load_params(source, without_adapters(abstract.params))
             params = deep_merge(params, adapters)
-            ema = None if abstract.ema_params is None else jax.tree.map(jnp.copy, params)
+            ema = start_average(params, abstract.ema_params)
     if config.workdir:
         workdir = Path(config.workdir).expanduser()
         from_primary(

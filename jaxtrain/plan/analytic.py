@@ -7,15 +7,16 @@ One trace of the step (`traced`) serves every mesh and every number of micro-bat
     residuals    what `jax.vjp` keeps for the backward pass: exactly what remat decides
 
 Then, with f, d, t devices on `fsdp`, `data`, `tensor`, A micro-batches and b rows of each on a
-device, P parameters, P_L of them stacked in layers, c bytes of a computed and 4 of a summed number:
+device, P parameters, P_L of them stacked in layers, G of them trained, c bytes of a computed and 4
+of a summed number:
 
-    memory         state, from the layout of every array; gradients, twice where XLA keeps the
-                   copies that the optimizer reads; b x residuals; the work space of one layer or
-                   of the loss, whichever is larger
+    memory         state, from the layout of every array; gradients of what trains, twice where XLA
+                   keeps the copies that the optimizer reads; b x residuals; the work space of one
+                   layer or of the loss, whichever is larger
     kernels        `cost.kernel_seconds` of the operations, and of the traffic of elementwise work
                    and of the update
-    over fsdp      A x (f - 1)/f x (c P + c P_L + 4 P) / t
-    over data      2 (d - 1)/d x 4 P / (f t)
+    over fsdp      A x (f - 1)/f x (c P + c P_L + 4 G) / t
+    over data      2 (d - 1)/d x 4 G / (f t)
     over tensor    A x 4 x 2 (t - 1)/t x b x (what full remat keeps), once per reduction
     step           kernels, and communication that they do not hide: over fsdp what exceeds the
                    kernels of its pass, over tensor half of it, over data all
@@ -31,6 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxtrain.config import RunConfig
@@ -43,9 +45,10 @@ from jaxtrain.plan.memory import available
 from jaxtrain.plan.targets import Target
 from jaxtrain.plan.traced import Residuals, residuals_of, row_flops
 from jaxtrain.plan.work import Flops, Kernel
-from jaxtrain.program import optimizer_of
+from jaxtrain.program import frozen_params, optimizer_of
 from jaxtrain.rules import as_axes
 from jaxtrain.state import abstract_state
+from jaxtrain.tree import named_leaves, partition
 
 _PASSES = {"none": 6.8, "dots": 3.7, "full": 3.7}
 """How often elementwise kernels move what a step without remat would keep, read off compiled steps
@@ -54,6 +57,7 @@ _UPDATE_PASSES = 4
 """How often the update moves gradients and state: norm, clipping, moments, parameters."""
 _COLLECTIVES_PER_LAYER = 4
 """Gathers of a layer's parameters after XLA merged some, read off compiled steps."""
+_GRADIENT_BYTES = 4
 _TENSOR_EXPOSED = 0.5
 """Share of the communication over `tensor` that nothing hides; compiled steps show 0.4 to 1."""
 
@@ -128,11 +132,15 @@ class Analysis:
         self._rules, model = experiment.rules, as_model(experiment.model)
         params, _ = jax.eval_shape(model.init, jax.random.key(0))
         tx = optimizer_of(config, model, params, experiment.tx)
+        has_own = experiment.tx is not None
+        self._frozen = frozen_params(config, model, params, has_own_optimizer=has_own)
+        _, trained = partition(params, self._frozen)
+        self._trained = {f"params/{path}" for path, _ in named_leaves(trained)}
         ema = config.optimizer.ema_decay > 0
-        self._state = abstract_state(model, tx, ema=ema)
+        self._state = abstract_state(model, tx, ema=ema, frozen=self._frozen)
         self._model = model
-        # Of the bytes of a stored parameter, when it is gathered.
-        self._share = 0.5 if config.precision == "bfloat16" else 1.0
+        # Of a parameter, when it is gathered.
+        self._computed_bytes = 2 if config.precision == "bfloat16" else 4
         self.layout = functools.cache(self._layout)
         self.residuals = functools.cache(self._residuals)
         self.flops = functools.cache(self._flops)
@@ -178,17 +186,26 @@ class Analysis:
         rows = self._rows(sizes) / candidate.accumulate_steps
         kept = rows * self.residuals(candidate.remat, tensor > 1).kept(tensor)
         params = [row for row in layout.rows if row.group == "params"]
-        gradients = sum(row.bytes_per_device for row in params)
         layers = _num_layers(params)
         # A layer's gathered parameters, those of the next one, and its gradients before they are
         # scattered; beside it what a layer computes again.
-        stacked = sum(_whole_bytes(row, sizes) for row in params if _is_stacked(row)) / layers
+        stacked = [row for row in params if _is_stacked(row)]
         one_layer = rows * self.residuals("none", False).kept(tensor) / layers
-        layer = stacked * (2 * self._share + 1) + one_layer
+        gathered = 2 * self._gathered(stacked, sizes) + self._gradients(stacked, sizes)
+        layer = gathered / layers + one_layer
         # The loss holds its head, gathered, and the gradient of it.
-        others = [_whole_bytes(row, sizes) for row in params if not _is_stacked(row)]
-        head = max(others, default=0) * (self._share + 1)
-        return 2 * gradients + kept + max(layer, head)
+        others = [[row] for row in params if not _is_stacked(row)]
+        heads = (self._gathered(row, sizes) + self._gradients(row, sizes) for row in others)
+        return 2 * self._gradients(params) + kept + max(layer, *heads, 0)
+
+    def _gathered(self, params: Sequence[Row], sizes: Mapping[str, int]) -> float:
+        """Bytes of parameters on a device when they are used."""
+        return self._computed_bytes * sum(_num_held(row, sizes) for row in params)
+
+    def _gradients(self, params: Sequence[Row], sizes: Mapping[str, int] | None = None) -> float:
+        """Bytes of gradients on a device as they are stored; with sizes of axes, as they come."""
+        trained = (row for row in params if row.path in self._trained)
+        return _GRADIENT_BYTES * sum(_num_held(row, sizes) for row in trained)
 
     # Time -------------------------------------------------------------------------------------
 
@@ -199,8 +216,10 @@ class Analysis:
             for (kind, dtype), count in self.flops(candidate.remat).items()
         )
         moved = _PASSES[candidate.remat] * rows * self.residuals("none", False).kept(1) / tensor
-        gradients = sum(row.bytes_per_device for row in layout.rows if row.group == "params")
-        moved += _UPDATE_PASSES * (layout.bytes_per_device + gradients)
+        params = [row for row in layout.rows if row.group == "params"]
+        gradients = self._gradients(params)
+        frozen = sum(row.bytes_per_device for row in params if row.path not in self._trained)
+        moved += _UPDATE_PASSES * (layout.bytes_per_device - frozen + gradients)
         moved += 2 * gradients * (candidate.accumulate_steps - 1)
         return sum(cost.kernel_seconds(Kernel(flops, int(moved)), target.kind))
 
@@ -211,19 +230,19 @@ class Analysis:
         factors = factor_over_nodes(sizes, target.devices_per_host)
         link = functools.partial(_link_seconds, factors=factors, target=target)
         params = [row for row in layout.rows if row.group == "params"]
-        whole = sum(_whole_bytes(row, sizes) for row in params)
-        stacked = sum(_whole_bytes(row, sizes) for row in params if _is_stacked(row))
+        stacked = [row for row in params if _is_stacked(row)]
         # What the steps of a ring take adds up: the more layers, the more collectives.
         layers = _num_layers(params)
         num_merged = _COLLECTIVES_PER_LAYER * layers
-        gathers = link("all-gather", "fsdp", self._share * whole, num_merged)
-        again = link("all-gather", "fsdp", self._share * stacked, num_merged)
-        scatters = link("reduce-scatter", "fsdp", whole, num_merged)
-        # A third of the work is the forward pass.
-        forward = max(steps * gathers - kernels / 3, 0.0)
-        backward = max(steps * (again + scatters) - 2 * kernels / 3, 0.0)
-        stored = sum(row.bytes_per_device for row in params)
-        over_data = link("all-reduce", "data", stored, 1)
+        gathers = link("all-gather", "fsdp", self._gathered(params, sizes), num_merged)
+        again = link("all-gather", "fsdp", self._gathered(stacked, sizes), num_merged)
+        scatters = link("reduce-scatter", "fsdp", self._gradients(params, sizes), num_merged)
+        # Products forward, of the gradients of what goes in, and of those of what trains.
+        num_trained = self._gradients(params) / _GRADIENT_BYTES
+        share = 1 / (2 + num_trained / sum(map(_num_held, params)))
+        forward = max(steps * gathers - share * kernels, 0.0)
+        backward = max(steps * (again + scatters) - (1 - share) * kernels, 0.0)
+        over_data = link("all-reduce", "data", self._gradients(params), 1)
         stream = self.residuals("full", False).whole_bytes * self._rows(sizes)
         over_tensor = 4 * link("all-reduce", "tensor", stream, steps * layers)
         return forward + backward + over_data + _TENSOR_EXPOSED * over_tensor
@@ -248,11 +267,12 @@ class Analysis:
     def _residuals(self, remat: str, is_split: bool) -> Residuals:
         config = dataclasses.replace(self._config, remat=remat)
         experiment, mesh = self._planner.experiment(config), self._small_mesh(is_split)
-        return residuals_of(experiment, self._state, self._params, mesh)
+        return residuals_of(experiment, self._state, self._frozen, self._params, mesh)
 
     def _flops(self, remat: str) -> dict[tuple[str, str], float]:
         config = dataclasses.replace(self._config, remat=remat)
-        return row_flops(self._planner.experiment(config), self._state, self._small_mesh(False))
+        experiment, mesh = self._planner.experiment(config), self._small_mesh(False)
+        return row_flops(experiment, self._state, self._frozen, mesh)
 
     def _small_mesh(self, is_split: bool) -> Mesh:
         devices = self._planner.devices
@@ -314,7 +334,8 @@ def _num_layers(params: Sequence[Row]) -> int:
     return max((row.shape[0] for row in params if _is_stacked(row)), default=1)
 
 
-def _whole_bytes(row: Row, sizes: Mapping[str, int]) -> float:
-    """Bytes that a device holds of a stored parameter when it is gathered for use."""
+def _num_held(row: Row, sizes: Mapping[str, int] | None = None) -> float:
+    """Numbers that a device holds of a stored parameter; with sizes of axes, when gathered."""
     used = {axis for entry in row.spec for axis in as_axes(entry) or ()}
-    return row.bytes_per_device * (sizes["fsdp"] if "fsdp" in used else 1)
+    num_stored = row.bytes_per_device / jnp.dtype(row.dtype).itemsize
+    return num_stored * (sizes["fsdp"] if sizes and "fsdp" in used else 1)

@@ -24,7 +24,7 @@ from jaxtrain.plan.origin import Origin, origin, short_source
 from jaxtrain.plan.targets import Target
 from jaxtrain.program import TrainProgram
 from jaxtrain.rules import as_axes
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import named_leaves, partition
 from jaxtrain.units import nbytes
 
 CLASSES: tuple[str, ...] = (
@@ -45,6 +45,7 @@ _STATE_CLASSES = {
     "opt_state": "optimizer_state",
 }
 _NUM_SHOWN = 12
+_FLOAT_BYTES = 4
 _PROCESS_BYTES = 610 * 2**20
 """Python and the packages: resident memory after the imports, on CPU."""
 _COMPILER_BYTES = 290 * 2**20
@@ -103,13 +104,13 @@ def memory_of(
         program: what it was compiled from.
         batch: the abstract batch.
         assignment: from `buffers.read_dump`. Without one all temporaries are one class, and the
-            gradients are estimated at the size of the parameters.
+            gradients are estimated at the size of the parameters that train.
     """
     classes = argument_classes(program, batch)
     peak = peak_bytes(step)
     left = max(peak - sum(classes.values()), 0)
     if assignment is None:
-        classes["gradients"] = min(left, classes["parameters"])
+        classes["gradients"] = min(left, gradient_bytes(program))
         classes["activations_and_temporaries"] = left - classes["gradients"]
         return Memory(_without_zeros(classes), peak, ())
     module = hlo.parse(assignment.text)
@@ -139,6 +140,14 @@ def memory_of(
     else:
         classes["reserve"] = max(classes["reserve"] + rest, 0)
     return Memory(_without_zeros(classes), peak, tuple(found))
+
+
+def gradient_bytes(program: TrainProgram, *, is_whole: bool = False) -> int:
+    """Bytes of the gradients on one device, in float32; `is_whole`: on all of them, each once."""
+    return _FLOAT_BYTES * sum(
+        math.prod(leaf.shape if is_whole else leaf.sharding.shard_shape(leaf.shape))
+        for _, leaf in _trained(program)
+    )
 
 
 def peak_bytes(step: CompiledStep) -> int:
@@ -249,6 +258,12 @@ def _itemsize(dtype: Any) -> int:
     return 8 if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
 
 
+def _trained(program: TrainProgram) -> list[tuple[str, Any]]:
+    """(path, leaf) of the parameters that have a gradient."""
+    _, trained = partition(program.abstract.params, program.frozen)
+    return named_leaves(trained)
+
+
 def _gradient_shapes(program: TrainProgram) -> set[tuple[int, ...]]:
     """Shapes in which gradients of parameters appear on a device, dims sorted and without ones.
 
@@ -256,7 +271,7 @@ def _gradient_shapes(program: TrainProgram) -> set[tuple[int, ...]]:
     those of a single one.
     """
     shapes = set()
-    for path, leaf in named_leaves(program.abstract.params):
+    for path, leaf in _trained(program):
         stored = leaf.sharding.shard_shape(leaf.shape)
         num_shards = leaf.sharding.mesh.shape["fsdp"]
         gathered = list(stored)

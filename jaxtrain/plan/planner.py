@@ -17,7 +17,6 @@ from jaxtrain.data.load import abstract_batch
 from jaxtrain.data.sources import as_dataset
 from jaxtrain.errors import ConfigError
 from jaxtrain.host import memory_bytes
-from jaxtrain.layout_audit import Audit
 from jaxtrain.mesh import describe_mesh, format_sizes, make_mesh
 from jaxtrain.models.functional import as_model
 from jaxtrain.plan import advice, cost, traffic, work
@@ -33,6 +32,7 @@ from jaxtrain.plan.memory import (
     Memory,
     argument_classes,
     available,
+    gradient_bytes,
     host_memory,
     host_total,
     memory_of,
@@ -158,6 +158,7 @@ class Planner:
             *advice.warnings(module, collectives, prediction),
         ]
         return self._finished(
+            program,
             needs,
             has,
             [*warnings, *_estimate(target)],
@@ -181,14 +182,17 @@ class Planner:
         nothing: dict[str, Any] = dict.fromkeys(
             ("flops_per_device", "prediction", "fused_attention", "compile_seconds")
         )
-        return self._finished(needs, has, [], common, flops={}, communication={}, **nothing)
+        nothing |= {"flops": {}, "communication": {}}
+        return self._finished(program, needs, has, [], common, **nothing)
 
-    def _finished(self, needs: Memory, has: Available, warnings, common, **read: Any) -> Plan:
+    def _finished(
+        self, program: TrainProgram, needs: Memory, has: Available, warnings, common, **read: Any
+    ) -> Plan:
         uses = with_devices(common["host_memory"], needs, self.target)
         common |= {"host_memory": uses, "host_bytes": host_total(uses)}
         host_has = self.target.kind.host_memory_bytes or memory_bytes()
         host_fits = not host_has or common["host_bytes"] <= host_has
-        min_hosts = _min_hosts(needs, has, common["audit"], self.target)
+        min_hosts = _min_hosts(needs, has, program, self.target)
         found = list(warnings)
         if needs.peak_bytes > has.num_bytes:
             found.insert(0, _too_large(needs, has, min_hosts, self.target))
@@ -241,7 +245,7 @@ def _estimate(target: Target) -> list[advice.Warned]:
     return [advice.Warned("estimate", text)]
 
 
-def _min_hosts(needs: Memory, has: Available, audit: Audit, target: Target) -> int | None:
+def _min_hosts(needs: Memory, has: Available, program: TrainProgram, target: Target) -> int | None:
     """Hosts over which the state has to be shared for a step to fit, all else as it is now."""
     state = ("parameters", "ema_parameters", "gradients", "optimizer_state")
     local = sum(needs.classes.get(name, 0) for name in state)
@@ -250,9 +254,7 @@ def _min_hosts(needs: Memory, has: Available, audit: Audit, target: Target) -> i
         return None
     if needs.peak_bytes <= has.num_bytes:
         room = max(room, local)
-    # Gradients are as many bytes as float32 parameters.
-    params = sum(row.total_bytes for row in audit.rows if row.group == "params")
-    total = audit.total_bytes + params
+    total = program.layout.total_bytes + gradient_bytes(program, is_whole=True)
     return max(1, -(-total // (room * target.devices_per_host)))
 
 

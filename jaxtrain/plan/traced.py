@@ -20,6 +20,7 @@ from jaxtrain.models.functional import as_model
 from jaxtrain.rules import ShardingRules
 from jaxtrain.sharding import use_rules
 from jaxtrain.state import TrainState
+from jaxtrain.tree import merge, partition
 
 _ROWS = (7, 14)
 """Of the two traces; other dims rarely have these sizes."""
@@ -43,24 +44,27 @@ class Residuals:
 
 
 def residuals_of(
-    experiment: Experiment, state: TrainState, params: Sequence[Row], mesh: Mesh
+    experiment: Experiment, state: TrainState, frozen: Any, params: Sequence[Row], mesh: Mesh
 ) -> Residuals:
     """What `jax.vjp` keeps of one row: exactly what remat decides.
 
     Args:
         experiment: with the remat that is asked about.
         state: its own, abstract.
+        frozen: tree of bool like its parameters, True for those without a gradient.
         params: the layout of its parameters, on any mesh.
         mesh: of one device, or of the fewest that `tensor` can split: then the residuals are
             those of split layers.
     """
     loss, batches = _loss(experiment, mesh), _batches(experiment, mesh)
 
-    def residuals(params: Any, model_state: Any, batch: Any) -> Any:
-        return jax.vjp(lambda params: loss(params, model_state, batch), params)[1]
+    fixed, trained = partition(state.params, frozen)
+
+    def residuals(trained: Any, fixed: Any, model_state: Any, batch: Any) -> Any:
+        return jax.vjp(lambda trained: loss(trained, fixed, model_state, batch), trained)[1]
 
     kept = [
-        jax.tree.leaves(jax.eval_shape(residuals, state.params, state.model_state, batch))
+        jax.tree.leaves(jax.eval_shape(residuals, trained, fixed, state.model_state, batch))
         for batch in batches
     ]
     split_sizes = _split_sizes(params, experiment.rules)
@@ -77,18 +81,20 @@ def residuals_of(
 
 
 def row_flops(
-    experiment: Experiment, state: TrainState, mesh: Mesh
+    experiment: Experiment, state: TrainState, frozen: Any, mesh: Mesh
 ) -> dict[tuple[str, str], float]:
     """(kind, dtype as HLO spells it) -> operations on matrix units of one row, remat included."""
     loss, (batch, _) = _loss(experiment, mesh), _batches(experiment, mesh)
-    program = jax.make_jaxpr(jax.grad(loss))(state.params, state.model_state, batch)
+    fixed, trained = partition(state.params, frozen)
+    program = jax.make_jaxpr(jax.grad(loss))(trained, fixed, state.model_state, batch)
     return {key: count / _ROWS[0] for key, count in flops_of(program.jaxpr).items()}
 
 
 def _loss(experiment: Experiment, mesh: Mesh) -> Callable[..., jax.Array]:
     model, rules = as_model(experiment.model), experiment.rules
 
-    def loss(params: Any, model_state: Any, batch: Any) -> jax.Array:
+    def loss(trained: Any, fixed: Any, model_state: Any, batch: Any) -> jax.Array:
+        params = merge(trained, fixed)
         with use_rules(mesh, rules):
             key = jax.random.key(0)
             outputs, _ = model.apply(params, model_state, batch, key=key, train=True)
