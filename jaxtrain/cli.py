@@ -230,7 +230,7 @@ _COMMANDS = {
         has_flags=True,
     ),
     "export-hf": _Command(
-        "DIR --workdir=WORKDIR [--ema] [--FLAG=VALUE ...]",
+        "DIR --workdir=WORKDIR [--ema] [--adapter] [--FLAG=VALUE ...]",
         "write the model of a run in the format of Hugging Face",
         _export_hf,
         has_flags=True,

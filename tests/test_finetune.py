@@ -190,7 +190,7 @@ def imported(model, tmp_path_factory):
 
 def test_a_chat_is_answered_as_the_template_asks(model, imported, tmp_path):
     """Text from Jinja itself, tokens from the parallel forward of the original."""
-    text = jinja2.Template(TEMPLATE, trim_blocks=True).render(
+    text = jinja2.Template(hugging.TEMPLATE, trim_blocks=True).render(
         messages=[{"role": "user", "content": "Hi?"}], add_generation_prompt=True
     )
     assert text == "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"

@@ -91,7 +91,7 @@ def test_what_stops_an_import_or_export_leaves_nothing_half_written(
     assert not (workdir / "checkpoints").exists()
     assert run(capsys, "import-hf", model, f"--workdir={workdir}")[0] == 0
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_write_file", killed)
+        patch.setattr(files, "write_file", killed)
         assert run(capsys, "export-hf", out, f"--workdir={workdir}")[0] == 130
     assert {path.name for path in tmp_path.iterdir()} == {"model", "run"}
 

@@ -30,7 +30,7 @@ def exported(directory, out, **options):
     """Imports and exports a model, without a run in between."""
     with opening_model(directory) as source:
         _, _, params, _ = hugging.load(directory, "fsdp:2,tensor:2")
-        origin = Kept(directory, source.prefix, source.dtypes())
+        origin = Kept(directory, str(directory), source.prefix, source.dtypes())
         wanted = tensors_of(params, source.config, source.architecture.model_type, origin)
     out.mkdir()
     shutil.copy(directory / "config.json", out)

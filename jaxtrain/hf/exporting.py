@@ -2,11 +2,12 @@
 
     jaxtrain export-hf models/mine --workdir=runs/tuned
     jaxtrain export-hf models/mine --workdir=runs/tuned --ema
+    jaxtrain export-hf models/adapter --workdir=runs/tuned --adapter
 
 DIR is new. It gets config.json, generation_config.json, safetensors in files of 5 GB with an index,
 and the tokenizer's files if the run began with an imported model: names, dtypes and layout are then
-those of the original. What LoRA trained is merged into the weights. A run that is killed leaves no
-DIR.
+those of the original. What LoRA trained is merged into the weights; with --adapter it alone is
+written, as PEFT reads it. A run that is killed leaves no DIR.
 """
 
 import contextlib
@@ -26,9 +27,9 @@ import numpy as np
 from jaxtrain import tree
 from jaxtrain.config import Config, OptimizerConfig, RunConfig, field, from_dict, override
 from jaxtrain.errors import CheckpointError, ConfigError
-from jaxtrain.hf import tables
+from jaxtrain.hf import adapters, tables
 from jaxtrain.hf.configs import CONFIG, differences, load_json, read_config, write_config
-from jaxtrain.hf.files import SHARD_BYTES, Wanted, write_text, write_weights
+from jaxtrain.hf.files import SHARD_BYTES, Wanted, write_file, write_text, write_weights
 from jaxtrain.hf.importing import one_directory
 from jaxtrain.hf.keep import COPIED, GENERATION, Kept, kept
 from jaxtrain.models.lora_config import LoraConfig
@@ -47,7 +48,10 @@ class ExportConfig(Config):
     workdir: str = field("", help="directory of the run")
     step: int = field(-1, minimum=-1, help="checkpoint to take; -1: the newest")
     ema: bool = field(False, help="the moving average of the parameters instead of the last ones")
-    shard_bytes: int = field(SHARD_BYTES, unit="bytes", minimum=1, help="largest file")
+    adapter: bool = field(False, help="what LoRA trained alone, as PEFT reads it")
+    shard_bytes: int = field(
+        SHARD_BYTES, unit="bytes", minimum=1, used_when={"adapter": (False,)}, help="largest file"
+    )
     mesh: str = override(RunConfig, "mesh", "fsdp:-1")
 
 
@@ -59,10 +63,11 @@ def run(words: Sequence[str]) -> None:
 
 
 def export_model(directory: Path, config: ExportConfig) -> str:
-    """Writes the model of a run; returns what was done, in words.
+    """Writes the model of a run, or its adapter; returns what was done, in words.
 
     Raises:
-        ConfigError: for a DIR that is there, and a model that no architecture computes.
+        ConfigError: for a DIR that is there, a model that no architecture computes, and an adapter
+            of a run without LoRA.
         CheckpointError: when the workdir holds no run, or none with a transformer.
     """
     if not config.workdir:
@@ -71,18 +76,34 @@ def export_model(directory: Path, config: ExportConfig) -> str:
         raise ConfigError(f"DIR={directory} is there already; name a new directory.")
     workdir = Path(config.workdir).expanduser()
     run = read_run(workdir)
+    if config.adapter and not run.lora.rank:
+        raise ConfigError(
+            f"adapter=True is for runs with LoRA, and workdir={workdir} has lora.rank=0; leave out "
+            "--adapter to write its model."
+        )
     content, origin = describe(run.config, workdir, run.max_length)
     model_type = content["model_type"]
-    params, _ = load_merged(
-        config.workdir, run, mesh=config.mesh, step=config.step, ema=config.ema
-    )
-    tensors = tensors_of(params, run.config, model_type, origin)
+    where = {"mesh": config.mesh, "step": config.step, "ema": config.ema}
+    if config.adapter:
+        params, _ = _load(config.workdir, run, **where, adapter=True)
+        tensors = adapters.adapter_tensors(model_type, params)
+        found = adapters.adapters(model_type, params)
+        base = origin.source if origin else ""
+        content = adapters.adapter_config(model_type, found, run.lora, base=base)
+    else:
+        params, _ = load_merged(config.workdir, run, **where)
+        tensors = tensors_of(params, run.config, model_type, origin)
     with _whole(directory) as scratch:
-        _write_description(scratch, content, origin)
-        write_weights(scratch, tensors, shard_bytes=config.shard_bytes)
+        if config.adapter:
+            _write_json(scratch / adapters.ADAPTER_CONFIG, content)
+            write_file(scratch / adapters.ADAPTER, tensors)
+        else:
+            _write_description(scratch, content, origin)
+            write_weights(scratch, tensors, shard_bytes=config.shard_bytes)
     dtypes = sorted({tensor.dtype for tensor in tensors})
     size = nbytes(sum(tensor.num_bytes for tensor in tensors))
-    return f"{directory}: {model_type}, {len(tensors)} tensors in {'/'.join(dtypes)}, {size}"
+    kind = f"adapter of {model_type}" if config.adapter else model_type
+    return f"{directory}: {kind}, {len(tensors)} tensors in {'/'.join(dtypes)}, {size}"
 
 
 class TrainedModel(NamedTuple):
@@ -227,11 +248,21 @@ def load_merged(
         step: which checkpoint; -1: the newest.
         ema: whether to take the moving average.
     """
+    from jaxtrain.models.lora import merge
+
+    params, found = _load(workdir, run, mesh=mesh, step=step, ema=ema, adapter=False)
+    return merge(params, run.lora), found
+
+
+def _load(
+    workdir: str, run: TrainedModel, *, mesh: str, step: int, ema: bool, adapter: bool
+) -> tuple[Any, int]:
+    """The same before merging; with `adapter` what LoRA trained alone."""
     import optax
 
     from jaxtrain import resume
     from jaxtrain.mesh import make_mesh
-    from jaxtrain.models.lora import merge
+    from jaxtrain.models.lora import without_base
     from jaxtrain.models.transformer import transformer
     from jaxtrain.optim import frozen_mask
     from jaxtrain.state import abstract_state, placed_state
@@ -242,6 +273,9 @@ def load_merged(
     abstract = placed_state(model, optax.identity(), make_mesh(mesh), ema=ema, frozen=frozen)
     if ema:  # what does not train has no average
         abstract = abstract.replace(params=tree.partition(abstract.params, frozen)[0])
-    state, _, step = resume.load(workdir, abstract, step=step)
-    params = tree.merge(state.ema_params, state.params) if ema else state.params
-    return merge(params, run.lora), step
+    if adapter:
+        abstract = abstract.replace(params=without_base(abstract.params))
+        if ema:
+            abstract = abstract.replace(ema_params=without_base(abstract.ema_params))
+    state, _, found = resume.load(workdir, abstract, step=step)
+    return tree.merge(state.ema_params, state.params) if ema else state.params, found

@@ -156,7 +156,7 @@ def write_weights(
         }
         write_text(directory / INDEX, json.dumps(index, indent=2) + "\n")
     for name, shard in zip(names, shards, strict=True):
-        _write_file(directory / name, shard)
+        write_file(directory / name, shard)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -167,7 +167,8 @@ def write_text(path: Path, text: str) -> None:
         sync(file.fileno())
 
 
-def _write_file(path: Path, tensors: Sequence[Wanted]) -> None:
+def write_file(path: Path, tensors: Sequence[Wanted]) -> None:
+    """Writes tensors one by one into a new file; all is on the disk (fsync) when it returns."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

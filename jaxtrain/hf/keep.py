@@ -40,6 +40,8 @@ class Kept(NamedTuple):
     """What a run knows of the model it began with."""
 
     folder: Path
+    source: str
+    """Directory of the model."""
     prefix: str
     """Of names in the body."""
     dtypes: Mapping[str, str]
@@ -66,7 +68,7 @@ def kept(workdir: Path) -> Kept | None:
     if not (folder / LAYOUT).is_file():
         return None
     layout = load_json(folder / LAYOUT)
-    return Kept(folder, layout["prefix"], layout["dtypes"])
+    return Kept(folder, layout["source"], layout["prefix"], layout["dtypes"])
 
 
 def kept_tokenizer(workdir: str) -> Tokenizer | None:

@@ -196,7 +196,8 @@ def _tokens(source: Source, config: VerifyConfig, num_devices: int) -> np.ndarra
 
 def _changed_tensors(source: Source, params: Any) -> list[str]:
     """Names of tensors that an export would not write as they are, without writing it."""
-    origin = Kept(source.directory, source.prefix, source.dtypes())
+    directory = source.directory
+    origin = Kept(directory, str(directory), source.prefix, source.dtypes())
     wanted = tensors_of(params, source.config, source.architecture.model_type, origin)
     changed = sorted(source.dtypes().keys() ^ {tensor.name for tensor in wanted})
     for tensor in wanted:
