@@ -68,7 +68,7 @@ def sizes(program):
         (is_adapter(path), math.prod(leaf.shape))
         for path, leaf in named_leaves(program.abstract.params)
     ]
-    base, adapters = (sum(size for kind, size in leaves if kind is wanted) for wanted in (0, 1))
+    base, adapters = (sum(size for kind, size in leaves if kind == wanted) for wanted in (0, 1))
     assert base > 50 * adapters > 0
     return base, adapters
 
@@ -109,7 +109,7 @@ def test_parameters_frozen_by_name_are_left_out_too():
     trained = sum(
         math.prod(leaf.shape)
         for path, leaf in named_leaves(program.abstract.params)
-        if not path.startswith("embed") and "/attention/" not in path
+        if not path.startswith("embed") and "attention" not in path
     )
     assert unseen["gradients"] == 4 * trained < unseen["parameters"]
     assert unseen["optimizer_state"] == pytest.approx(8 * trained, abs=64)
