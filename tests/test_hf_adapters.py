@@ -194,9 +194,9 @@ def test_a_run_without_lora_has_no_adapter(tmp_path):
     (tmp_path / "run").mkdir()
     config, *_ = hugging.load(hugging.ROOT / "llama")
     (tmp_path / "run" / "config.json").write_text(dump(ImportedRun(model=config)))
-    with pytest.raises(ConfigError, match=r"adapter=True is for runs with LoRA, and workdir=.*ru"):
+    with pytest.raises(ConfigError, match=r"adapter=true is for runs with LoRA, and workdir=.*ru"):
         export(tmp_path / "run", tmp_path / "out", adapter=True)
-    with pytest.raises(ConfigError, match=r"shard_bytes=7 is read only with adapter=False"):
+    with pytest.raises(ConfigError, match=r"shard_bytes=7 is read only with adapter=false"):
         ExportConfig(adapter=True, shard_bytes=7)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -78,7 +78,7 @@ def export_model(directory: Path, config: ExportConfig) -> str:
     run = read_run(workdir)
     if config.adapter and not run.lora.rank:
         raise ConfigError(
-            f"adapter=True is for runs with LoRA, and workdir={workdir} has lora.rank=0; leave out "
+            f"adapter=true is for runs with LoRA, and workdir={workdir} has lora.rank=0; leave out "
             "--adapter to write its model."
         )
     content, origin = describe(run.config, workdir, run.max_length)
