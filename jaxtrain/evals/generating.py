@@ -24,7 +24,7 @@ from jaxtrain.sharding import constrain, shard_batch, use_rules
 __all__ = ["Generator"]
 
 _BLOCK = 16
-_CACHE_AXES = (None, "batch", None, "kv_heads", None)
+_CACHE_AXES = (None, "batch", "kv_heads", None, None)
 
 
 class Generator:
@@ -137,7 +137,8 @@ class Generator:
         assert init_cache is not None
         with use_rules(self._mesh, self._rules):
             prompts_BP, lengths_B = batch["prompts"], batch["lengths"]
-            cache = _placed(init_cache(prompts_BP.shape[0], num_slots))
+            # In the form of the parameters: those are stacked.
+            cache = _placed(init_cache(prompts_BP.shape[0], num_slots).stacked())
             positions_BP = jnp.broadcast_to(jnp.arange(prompts_BP.shape[1])[None], prompts_BP.shape)
             # Slots of the padding lie after a row's positions: written before they are read.
             hidden_BPD, cache = decode(params, cache, prompts_BP, positions_BP)
@@ -157,7 +158,7 @@ class Generator:
         """
         decode = self._model.decode
         assert decode is not None
-        num_slots = jax.tree.leaves(cache)[0].shape[2]
+        num_slots = cache.keys.shape[3]
 
         def next_token(carry: tuple[jax.Array, Any], step: jax.Array):
             token_B, cache = carry
@@ -179,4 +180,4 @@ class Generator:
 
 def _placed(cache: Any) -> Any:
     """A cache laid out by rows and heads."""
-    return jax.tree.map(lambda slots_LBSKH: constrain(slots_LBSKH, *_CACHE_AXES), cache)
+    return jax.tree.map(lambda slots_LBKSH: constrain(slots_LBKSH, *_CACHE_AXES), cache)
