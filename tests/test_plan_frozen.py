@@ -174,8 +174,8 @@ def test_operations_leave_out_the_gradients_of_the_base():
 def test_the_command_needs_no_examples_and_no_model(tmp_path, monkeypatch):
     """As docs/finetuning.md has it: nothing but the model's name."""
     monkeypatch.chdir(tmp_path)
-    words = ("--plan=here", "--mesh=fsdp:1", "--lora.rank=2", "--workdir=run")
-    ended = run("finetune_lm", *TINY, *words, num_devices=1)
+    words = ("--plan=here", "--mesh=data:-1", "--lora.rank=2", "--workdir=run")
+    ended = run("finetune_lm", *TINY, *words)
     assert ended.code == 0, ended.err
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["fits"]
